@@ -1,0 +1,175 @@
+"""M1 · Schema and reference generation: what comes in is checked at the door, what comes out is what the model says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import starter
+from harness import ROOT, Case, Run, load_document, tiny_scenario
+from oracle import Oracle
+
+FIXTURE = ROOT / "fixtures" / "tiny_model.json"
+
+
+class M1Reference(Case):
+    def test_fixture_is_a_complete_scenario(self):
+        """M1, F8: fixtures/tiny_model.json parses to a model, requests with ids of their own, and a golden output."""
+        scenario = starter.load_scenario(FIXTURE)
+        ids = [request.request_id for request in scenario.requests]
+        self.that(len(ids) >= 2 and len(set(ids)) == len(ids), f"request ids {ids}", "several requests, each with its id")
+        self.that(bool(scenario.golden and scenario.golden.tokens), f"golden: {scenario.golden}", "keep the golden output")
+
+    def test_malformed_scenarios_are_refused(self):
+        """M1: load_scenario raises SchemaError, which says where, on anything malformed, and nothing else ever."""
+        good = json.loads(FIXTURE.read_text(encoding="utf-8"))
+        bad = {"": [], "/model": {**good, "model": None}, "/surprise": {**good, "surprise": 1},
+               "/model/layers": {**good, "model": {**good["model"], "layers": "2"}},
+               "/version": {**good, "version": True},
+               "/requests/0/max_tokens": {**good, "requests": [{**good["requests"][0], "max_tokens": -1}]},
+               "/requests/0/prompt_tokens": {**good, "requests": [{**good["requests"][0], "prompt_tokens": []}]}}
+        for path, document in bad.items():
+            with self.subTest(path=path):
+                try:
+                    load_document(document)
+                except starter.SchemaError as error:
+                    self.same(error.path, path, "SchemaError.path is a JSON pointer to the offending value")
+                else:
+                    self.that(False, f"{path} was accepted", "check every value while parsing")
+        for path in (ROOT / "no such file.json", ROOT, Path(__file__)):
+            self.refuses(starter.SchemaError, lambda path=path: starter.load_scenario(path),
+                         "a file that is missing or is not JSON is a SchemaError as well")
+
+    def test_golden_sequences(self):
+        """M1: the fixture's requests produce the fixture's golden tokens."""
+        scenario = starter.load_scenario(FIXTURE)
+        cancelled = {event.cancel for event in scenario.events}
+        with starter.InferenceEngine.from_scenario(scenario, backend="cpu") as engine:
+            requests = [request for request in scenario.requests if request.request_id not in cancelled]
+            for request in requests:
+                engine.submit(request.prompt_tokens, request.max_tokens, request_id=request.request_id,
+                              stop_tokens=request.stop_tokens)
+            for request in requests:
+                tokens = [event.token for event in engine.stream(request.request_id) if event.token is not None]
+                self.same(tokens, list(scenario.golden.tokens[request.request_id]),
+                          f"{request.request_id} differs from its golden output")
+
+    def test_fixture_on_other_weights(self):
+        """X2: with fresh weights the fixture's requests produce what those weights say, not the golden output again."""
+        scenario = starter.load_scenario(FIXTURE)
+        seed = self.rng.randrange(2**31)
+        from starter.weights import seeded_weights
+        oracle = Oracle(scenario.model, seeded_weights(scenario.model, seed))
+        with starter.InferenceEngine.from_scenario(scenario, backend="cpu", weights_seed=seed) as engine:
+            for request in sorted(scenario.requests, key=lambda request: len(request.prompt_tokens))[:3]:
+                few = min(request.max_tokens, 4)
+                name = engine.submit(request.prompt_tokens, few, request_id=request.request_id)
+                tokens = [event.token for event in engine.stream(name) if event.token is not None]
+                self.same(tokens, oracle.tokens(request.prompt_tokens, few),
+                          "an engine computes; it does not look tokens up by prompt or by request id")
+
+    def test_reference_equals_independent_decoder(self):
+        """V6: reference_generate, the cache-less reference, equals a decoder written independently of it."""
+        from starter.model import reference_generate
+        for length in (1, 2, 9):
+            run = Run(self)
+            prompt = run.prompt(length)
+            self.same(list(reference_generate(run.engine.model, prompt, 6)), run.oracle.tokens(prompt, 6),
+                      "check rotary pairs (2i, 2i+1), grouped heads, the norm's epsilon and the order of operations")
+
+    def test_greedy_generation(self):
+        """V6: greedy tokens and their log-probabilities equal the reference, for one request at a time."""
+        for length, max_tokens in ((1, 1), (1, 12), (7, 5), (30, 2)):
+            run = Run(self)
+            run.submit(run.prompt(length), max_tokens)
+            run.finish()
+
+    def test_text_of_a_stream(self):
+        """T3: the texts of a request's events, joined, are the decoded tokens."""
+        run = Run(self)
+        name = run.submit(run.prompt(3), 10)
+        tokens = run.finish()[name]
+        self.same("".join(event.text for event in run.lives[name].events), run.engine.tokenizer.decode(tokens),
+                  "an event's text is what its token adds")
+
+    def test_same_prompt_on_two_models(self):
+        """V1: two engines with different weights answer the same prompt, under the same id, each with its own tokens."""
+        runs = [Run(self, tiny_scenario(Random(1), tied_output=False)) for _ in range(2)]
+        prompt = runs[0].prompt(6)
+        for run in runs:
+            run.submit(prompt, 16, request_id="same")
+        outputs = [run.finish()["same"] for run in runs]
+        self.that(outputs[0] != outputs[1], f"both gave {outputs[0]}", "nothing may be remembered across engines")
+
+    def test_end_of_sequence(self):
+        """M1: generation stops with the model's end-of-sequence token, which is delivered, also right after the prompt."""
+        shape, weights_seed = self.rng.random(), self.rng.randrange(2**31)
+        plain = Run(self, tiny_scenario(Random(shape)), weights_seed)
+        prompt = plain.prompt(5)
+        tokens = plain.oracle.tokens(prompt, 20)
+        for token in dict.fromkeys(tokens):
+            run = Run(self, tiny_scenario(Random(shape), eos_tokens=[token]), weights_seed)
+            by_model = run.submit(prompt, 20)
+            run.finish()
+            by_request = plain.submit(prompt, 20, stop_tokens=[token])
+            plain.finish()
+            self.same((run.lives[by_model].reason, plain.lives[by_request].reason), ("stop", "stop"), "finish_reason")
+
+    def test_no_tokens_wanted(self):
+        """B3: max_tokens=0 is accepted, gives no token, and ends with finish_reason "length"."""
+        run = Run(self)
+        name = run.submit(run.prompt(3), 0)
+        run.submit(run.prompt(3), 2)
+        run.finish()
+        self.same((run.lives[name].tokens, run.lives[name].reason), ([], "length"), "one terminal event without a token")
+
+    def test_bad_requests_change_nothing(self):
+        """B1, B5, B6: a malformed request is refused with RequestError or CapacityError, and the engine is as before."""
+        run = Run(self, num_pages=8)
+        vocabulary, context = run.scenario.model.vocab_size, run.scenario.model.max_context
+        kept = run.submit(run.prompt(4), 4, request_id="kept")
+        before = (run.engine.active, run.engine.kv.free_pages)
+        for name, prompt, max_tokens, error in [
+                ("empty prompt", [], 4, starter.RequestError),
+                ("token beyond the vocabulary", [1, vocabulary], 4, starter.RequestError),
+                ("negative token", [-1], 4, starter.RequestError),
+                ("boolean token", [True], 4, starter.RequestError),
+                ("float token", [1.0], 4, starter.RequestError),
+                ("text as prompt", "abc", 4, starter.RequestError),
+                ("negative max_tokens", [1], -1, starter.RequestError),
+                ("float max_tokens", [1], 2.0, starter.RequestError),
+                ("boolean max_tokens", [1], True, starter.RequestError),
+                ("beyond the context", [1] * context, 1, starter.CapacityError),
+                ("more pages than exist", [1] * 30, 8, starter.CapacityError)]:
+            with self.subTest(name):
+                self.refuses(error, lambda p=prompt, m=max_tokens: run.engine.submit(p, m, request_id="bad"), name)
+                self.same((run.engine.active, run.engine.kv.free_pages), before, "a refused request leaves no trace")
+                self.refuses(starter.UnknownRequestError, lambda: list(run.engine.stream("bad")), "it has no stream")
+        run.finish()
+        self.same(run.lives[kept].reason, "length", "the neighbour of a refused request goes on")
+
+    def test_duplicate_ids(self):
+        """B4: an id is taken while its request is live or its stream unread, and free again after that."""
+        run = Run(self)
+        prompt = run.prompt(3)
+        name = run.submit(prompt, 3, request_id="x")
+        again = lambda: run.engine.submit([1], 1, request_id="x")  # noqa: E731
+        self.refuses(starter.DuplicateRequestError, again, "x waits")
+        run.step()
+        self.refuses(starter.DuplicateRequestError, again, "x runs")
+        run.drain()
+        self.refuses(starter.DuplicateRequestError, again, "x has ended, its stream was not read")
+        run.finish()
+        run.submit(run.prompt(4), 2, request_id=name)
+        run.finish()
+
+    def test_unknown_ids(self):
+        """M1: stream and cancel of an id never seen raise UnknownRequestError; cancel of a finished one does nothing."""
+        run = Run(self)
+        for call in (run.engine.cancel, lambda name: list(run.engine.stream(name))):
+            self.refuses(starter.UnknownRequestError, lambda call=call: call("nobody"), "no request has this id")
+        run.submit(run.prompt(2), 2, request_id="done")
+        run.drain()
+        run.engine.cancel("done")  # finished, not yet read: nothing happens, the tokens stay readable
+        run.finish()

@@ -1,0 +1,75 @@
+"""A mini LLM inference engine: KV cache, continuous batching, paged KV and quantization in standard-library Python.
+
+    from starter import InferenceEngine, load_scenario
+
+    scenario = load_scenario("fixtures/tiny_model.json")
+    with InferenceEngine.from_scenario(scenario) as engine:
+        request = engine.submit([1, 2, 3], max_tokens=8)
+        for event in engine.stream(request):
+            print(event.token, event.text)
+
+Reading order: schema, reference, model, cpu_backend (M1); kv_cache (M2, M4); scheduler, sampling (M3);
+quantization (M5); engine, timeline, metrics, driver (M6).
+
+Names are imported when first used (PEP 562), so that ``import starter`` costs next to nothing and
+``python3 -m starter.schema`` runs its module once, not twice.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .backend import load_backend as load_backend
+    from .engine import InferenceEngine as InferenceEngine
+    from .errors import BackendError as BackendError
+    from .errors import CapacityError as CapacityError
+    from .errors import DuplicateRequestError as DuplicateRequestError
+    from .errors import EngineError as EngineError
+    from .errors import OutOfPagesError as OutOfPagesError
+    from .errors import QuantizationError as QuantizationError
+    from .errors import RequestError as RequestError
+    from .errors import SchemaError as SchemaError
+    from .errors import StaleHandleError as StaleHandleError
+    from .errors import UnknownRequestError as UnknownRequestError
+    from .kv_cache import KVCacheManager as KVCacheManager
+    from .kv_cache import KVHandle as KVHandle
+    from .quantization import QuantizedTensor as QuantizedTensor
+    from .quantization import dequantize as dequantize
+    from .quantization import quantize as quantize
+    from .scheduler import ContinuousBatchScheduler as ContinuousBatchScheduler
+    from .scheduler import ScheduleDecision as ScheduleDecision
+    from .schema import QuantizationConfig as QuantizationConfig
+    from .schema import Request as Request
+    from .schema import SamplingParams as SamplingParams
+    from .schema import Scenario as Scenario
+    from .schema import TokenEvent as TokenEvent
+    from .schema import load_scenario as load_scenario
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "errors": "EngineError SchemaError RequestError DuplicateRequestError CapacityError UnknownRequestError "
+              "OutOfPagesError StaleHandleError QuantizationError BackendError",
+    "schema": "QuantizationConfig Request SamplingParams Scenario TokenEvent load_scenario",
+    "backend": "load_backend",
+    "kv_cache": "KVCacheManager KVHandle",
+    "scheduler": "ContinuousBatchScheduler ScheduleDecision",
+    "quantization": "QuantizedTensor quantize dequantize",
+    "engine": "InferenceEngine",
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

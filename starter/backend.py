@@ -1,0 +1,121 @@
+"""M1 · What a backend must be able to do, and how one is found by name.
+
+``model.py`` writes the decoder once, in these operations. A backend chooses how a hidden state (``Hidden``:
+one row of ``width`` numbers for each token of the batch), a matrix and the numbers inside the KV pages look in
+memory; nobody else looks inside. Shapes below: T rows of the batch, D width, H query heads of d numbers.
+
+    cpu     standard library, plain loops: the form to read, and the oracle of the others
+    numpy   the same operations on arrays (extra ``numpy``)
+    auto    numpy where it is installed, else cpu
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from .batch import Batch
+from .errors import BackendError
+from .schema import ModelConfig, QuantizationConfig
+from .weights import Tensor
+
+Hidden = Any  # [T, columns], the backend's own type
+Matrix = Any  # [rows, columns], the backend's own type
+Vector = Any  # [columns], the backend's own type
+
+
+class KVStore(Protocol):
+    """The numbers inside the pages. The page manager says which page; the store never asks whose it is.
+
+    A token's key is ``width`` = layers * kv_heads * head_width numbers, layer after layer; its value likewise.
+    """
+
+    width: int
+    page_bytes: int  # of one page, keys and values of all layers
+
+    def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
+        """Put one token's key and value into a slot."""
+
+    def read(self, page: int, offset: int) -> tuple[list[float], list[float]]:
+        """The key and the value in a slot."""
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy all slots of a page: the copy in copy-on-write."""
+
+
+class Backend(Protocol):
+    """The operations of the decoder."""
+
+    name: str
+
+    def matrix(self, tensor: Tensor, quantization: QuantizationConfig | None) -> Matrix:
+        """Take a 2-D tensor [rows, columns] into the backend's own form, quantized where a config is given."""
+
+    def vector(self, tensor: Tensor) -> Vector:
+        """Take a 1-D tensor into the backend's own form."""
+
+    def rows(self, matrix: Matrix) -> list[list[float]]:
+        """A matrix as plain floats, dequantized: what the cache-less reference computes with."""
+
+    def matrix_bytes(self, matrix: Matrix) -> int:
+        """Bytes that the numbers of a matrix occupy, scales included."""
+
+    def kv_store(self, model: ModelConfig, num_pages: int, page_size: int) -> KVStore:
+        """Storage for the keys and values of num_pages * page_size tokens."""
+
+    def embed(self, table: Matrix, tokens: Sequence[int]) -> Hidden:
+        """Rows of the table: [T] token numbers -> [T, D]."""
+
+    def norm(self, x: Hidden, gain: Vector, epsilon: float) -> Hidden:
+        """Root-mean-square norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + epsilon) * gain, row by row."""
+
+    def linear(self, matrix: Matrix, x: Hidden) -> Hidden:
+        """x @ matrix.T: [T, columns] -> [T, rows]."""
+
+    def rotate(self, x: Hidden, positions: Sequence[int], head_width: int, theta: float) -> Hidden:
+        """Rotary embedding (Su et al. 2021, "RoFormer"): in each head turn the pair (2i, 2i + 1) of a row
+        at position p by the angle p * theta ** (-2i / head_width)."""
+
+    def attend(self, q: Hidden, k: Hidden, v: Hidden, layer: int, store: Any, batch: Batch) -> Hidden:
+        """Write the batch's keys and values [T, kv_width] into its slots, then let every row's heads look at its
+        own request's positions up to its own: softmax(q . k / sqrt(d)) . v, [T, H * d]. Query head h uses
+        key/value head h * kv_heads // heads. No slot outside a span's ``context`` is ever read."""
+
+    def swiglu(self, gate: Hidden, up: Hidden) -> Hidden:
+        """silu(gate) * up, element by element, silu(z) = z / (1 + exp(-z)) (Shazeer 2020)."""
+
+    def add(self, x: Hidden, y: Hidden) -> Hidden:
+        """x + y: the residual connection."""
+
+    def pick(self, x: Hidden, rows: Sequence[int]) -> Hidden:
+        """Some rows of x."""
+
+    def to_lists(self, x: Hidden) -> list[list[float]]:
+        """x as lists of Python floats."""
+
+
+_BACKENDS = {  # name: (module, class, package it needs, extra that installs the package)
+    "cpu": ("cpu_backend", "CpuBackend", None, None),
+    "numpy": ("numpy_backend", "NumpyBackend", "numpy", "numpy"),
+}
+
+
+def load_backend(backend: str | Backend = "auto") -> Backend:
+    """Find a backend by name, or pass a ready one through. BackendError for an unknown or missing one."""
+    if not isinstance(backend, str):
+        missing = [name for name in ("embed", "norm", "linear", "attend", "kv_store") if not hasattr(backend, name)]
+        if missing:
+            raise BackendError(f"{backend!r} is no backend: it has no {', '.join(missing)}")
+        return backend
+    if backend == "auto":
+        backend = "numpy" if find_spec("numpy") else "cpu"
+    if backend not in _BACKENDS:
+        allowed = ", ".join(map(repr, (*_BACKENDS, "auto")))
+        raise BackendError(f"there is no backend {backend!r}; allowed: {allowed}")
+    module, name, package, extra = _BACKENDS[backend]
+    if package and not find_spec(package):
+        raise BackendError(f"backend {backend!r} needs {package}, which is not installed: pip install '.[{extra}]'")
+    made: Backend = getattr(import_module(f".{module}", __package__), name)()
+    return made

@@ -1,0 +1,78 @@
+"""One step's work as the decoder sees it: tokens of several requests laid flat, and where their pages are.
+
+    request A decodes its token at position 9     request B prefills positions 0..2
+    (pages of 4 slots: A holds pages 5, 0, 7)     (B holds page 2)
+
+    row         0     1   2   3
+    tokens     [a9 ,  b0, b1, b2]
+    positions  [9  ,  0 , 1 , 2 ]
+    slots      [29 ,  8 , 9 , 10]      slot = page * page_size + position % page_size; A writes page 7, offset 1
+    spans      [A: row 0, end 10, pages (5, 0, 7)]  [B: rows 1-3, end 3, pages (2,)]
+    logit_rows [0, 3]                  only rows whose next token is wanted reach the output projection
+
+Nothing here depends on who shares the step: a row's numbers come from its own token, position and pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one request computes in a step: ``tokens`` at positions start, start + 1, ...; ``pages``: block table."""
+
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    wants_logits: bool
+
+
+@dataclass(frozen=True)
+class Span:
+    """The rows of one request in a batch: rows first_row .. first_row + count - 1, positions end - count .. end - 1.
+
+    ``context`` lists the slots of positions 0 .. end - 1; the token at position p may look at the first p + 1.
+    """
+
+    first_row: int
+    count: int
+    end: int
+    pages: Sequence[int]
+    context: Sequence[int]
+
+    @property
+    def start(self) -> int:
+        """Position of the first row."""
+        return self.end - self.count
+
+
+@dataclass
+class Batch:
+    """Flat rows of all pieces, in their order."""
+
+    page_size: int
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    logit_rows: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece], page_size: int) -> Batch:
+        """Lay the pieces flat. O(tokens + context slots)."""
+        batch = cls(page_size)
+        for piece in pieces:
+            batch._append(piece)
+        return batch
+
+    def _append(self, piece: Piece) -> None:
+        first_row, end = len(self.tokens), piece.start + len(piece.tokens)
+        context = [page * self.page_size + offset for page in piece.pages for offset in range(self.page_size)][:end]
+        self.spans.append(Span(first_row, len(piece.tokens), end, piece.pages, context))
+        self.tokens.extend(piece.tokens)
+        self.positions.extend(range(piece.start, end))
+        self.slots.extend(context[piece.start:])
+        if piece.wants_logits:
+            self.logit_rows.append(len(self.tokens) - 1)

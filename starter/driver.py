@@ -1,0 +1,248 @@
+"""The command line: run a scenario or continue prompts, and show what the engine does.
+
+    python3 starter/driver.py --fixture fixtures/tiny_model.json
+    python3 starter/driver.py --checkpoint MODEL --prompt "Once upon a time" --max-tokens 64
+
+Exit code 0: all went well and the output equals the golden tokens. 1: it differs. 2: bad input, said in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+if not __package__:  # run as a file: make the package importable, and its modules not importable by bare names
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from starter.console import Console
+from starter.engine import InferenceEngine
+from starter.errors import EngineError, SchemaError
+from starter.play import play, tokens_of
+from starter.schema import SamplingParams, Scenario, TokenEvent, load_scenario
+from starter.show import StepPrinter, print_manifest, print_metrics, print_results
+from starter.timeline import VirtualClock, write_event
+
+EXIT_OK, EXIT_DIFFERS, EXIT_BAD_INPUT = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``p07`` and of this file; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    console = Console(sys.stdout, quiet=options.quiet or options.json)
+    try:
+        return run_scenario(options, console) if options.fixture else run_prompts(options, console)
+    except EngineError as error:
+        Console(sys.stderr).line(f"error: {error}")
+        return EXIT_BAD_INPUT
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stderr.close()
+        return EXIT_OK
+    except KeyboardInterrupt:
+        Console(sys.stderr).line("interrupted")
+        return 130
+
+
+def entry() -> None:
+    """Console script."""
+    sys.exit(main())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="driver.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--fixture", metavar="FILE", help="scenario to run (JSON)")
+    source.add_argument("--checkpoint", metavar="PATH", help="llama2.c model file, or its folder")
+    prompts = parser.add_argument_group("with --checkpoint")
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="continue this; may be given several times")
+    prompts.add_argument("--max-tokens", type=int, default=64, metavar="N")
+    prompts.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
+    prompts.add_argument("--top-p", type=float, default=1.0)
+    engine = parser.add_argument_group("engine (the default is what the scenario says)")
+    engine.add_argument("--backend", default="cpu", help="cpu, numpy or auto")
+    engine.add_argument("--quantization", choices=("none", "int8", "int4"), help="of the weights")
+    engine.add_argument("--kv-quantization", choices=("none", "int8"), help="of the KV pages")
+    engine.add_argument("--page-size", type=int, metavar="TOKENS")
+    engine.add_argument("--num-pages", type=int, metavar="N")
+    engine.add_argument("--budget", type=int, metavar="TOKENS", dest="budget_tokens", help="tokens computed in a step")
+    engine.add_argument("--max-running", type=int, metavar="N", help="requests admitted at a time")
+    engine.add_argument("--policy", help="fcfs")
+    engine.add_argument("--batching", help="continuous, static or none")
+    engine.add_argument("--no-cache", action="store_true", help="recompute the whole context for every token")
+    engine.add_argument("--seed", type=int, help="of the sampling generators")
+    engine.add_argument("--clock", choices=("real", "virtual"), default="real", help="virtual: a step lasts one second")
+    output = parser.add_argument_group("output")
+    output.add_argument("--manifest-only", action="store_true", help="print the scenario's manifest and stop")
+    output.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    output.add_argument("--timeline", metavar="OUT.jsonl", help="write every event, a line each")
+    output.add_argument("--trace", metavar="OUT.json", help=argparse.SUPPRESS)
+    output.add_argument("--report", metavar="OUT.html", help=argparse.SUPPRESS)
+    output.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    return parser
+
+
+def _overrides(options: argparse.Namespace) -> dict[str, Any]:
+    """Engine settings that were given on the command line."""
+    for flag in ("trace", "report"):
+        if getattr(options, flag):
+            raise SchemaError(f"--{flag} is not part of this version; --timeline writes the same events as JSON lines")
+    names = ("page_size", "num_pages", "budget_tokens", "max_running", "policy", "batching", "seed")
+    overrides = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.kv_quantization:
+        overrides["kv_quantization"] = None if options.kv_quantization == "none" else options.kv_quantization
+    if options.no_cache:
+        overrides["use_cache"] = False
+    if options.quantization:
+        overrides["quantization"] = None if options.quantization == "none" else options.quantization
+    return overrides
+
+
+def _clock(options: argparse.Namespace) -> Callable[[], float]:
+    return VirtualClock() if options.clock == "virtual" else time.perf_counter
+
+
+# ---------------------------------------------------------------------------------------------- scenarios
+
+
+def run_scenario(options: argparse.Namespace, console: Console) -> int:
+    """Print the manifest, run the requests, compare with the golden tokens, print the metrics."""
+    scenario = load_scenario(options.fixture)
+    overrides = _overrides(options)
+    print_manifest(scenario, console)
+    if options.manifest_only:
+        if options.json:
+            print_json(scenario.to_dict())
+        return EXIT_OK
+    with InferenceEngine.from_scenario(scenario, options.backend, clock=_clock(options), **overrides) as engine:
+        events = _play(engine, scenario, options, console)
+        verdicts = compare(scenario, tokens_of(events))
+        exact = engine.model.quantization == scenario.quantization
+        metrics = engine.metrics()
+    if options.json:
+        print_json({"scenario": scenario.name, "backend": engine.model.backend.name,
+                    "tokens": tokens_of(events), "golden": verdicts, "metrics": metrics.to_dict()})
+    else:
+        print_results(scenario, events, verdicts, console)
+        print_metrics(metrics, options.clock, console)
+    differing = [request_id for request_id, verdict in verdicts.items() if verdict == "differs"]
+    console.line()
+    if not scenario.golden:
+        console.line("This scenario has no golden tokens to compare with.")
+    elif differing and exact:
+        console.line(f"The output DIFFERS from the golden tokens: {', '.join(differing)}")
+        return EXIT_DIFFERS
+    elif differing:
+        agree = len(verdicts) - len(differing)
+        console.line(f"The golden tokens belong to other weights than these quantized ones; {agree} of {len(verdicts)} "
+                     f"outputs agree all the same.")
+    else:
+        console.line(f"All {len(verdicts)} outputs equal the golden tokens.")
+    return EXIT_OK
+
+
+def _play(engine: InferenceEngine, scenario: Scenario, options: argparse.Namespace,
+          console: Console) -> list[TokenEvent]:
+    """Run the scenario; show each step, and write the timeline as it happens."""
+    events: list[TokenEvent] = []
+    file = _open_timeline(options.timeline)
+    try:
+        if file:
+            for event in engine.timeline:
+                write_event(file, event)
+            engine.timeline.listen(lambda event: write_event(file, event))
+        console.line()
+        steps = StepPrinter(engine, console)
+        for played in play(engine, scenario):
+            events += played.events
+            steps.show(played)
+        steps.flush()
+    finally:
+        if file:
+            file.close()
+    return events
+
+
+def _open_timeline(path: str | None) -> TextIO | None:
+    if not path:
+        return None
+    try:
+        return open(path, "w", encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise SchemaError(f"cannot write the timeline {path}: {error.strerror}") from None
+
+
+def compare(scenario: Scenario, tokens: dict[str, list[int]]) -> dict[str, str]:
+    """"equal" or "differs" for each request with golden tokens; one that is cancelled must have delivered a prefix."""
+    cancelled = {event.cancel for event in scenario.events}
+    verdicts = {}
+    for request_id, golden in (scenario.golden.tokens if scenario.golden else {}).items():
+        got = tokens.get(request_id)
+        wanted = list(golden)[:len(got)] if got is not None and request_id in cancelled else list(golden)
+        verdicts[request_id] = "equal" if got == wanted else "differs"
+    return verdicts
+
+
+# -------------------------------------------------------------------------------------------- checkpoints
+
+
+def run_prompts(options: argparse.Namespace, console: Console) -> int:
+    """Continue one or several prompts with a checkpoint, streaming."""
+    console.progress(f"loading {options.checkpoint} ...")
+    overrides = {"budget_tokens": 64, "page_size": 16, **_overrides(options)}
+    engine = InferenceEngine.from_checkpoint(options.checkpoint, options.backend, clock=_clock(options), **overrides)
+    console.progress("")
+    with engine:
+        sampling = SamplingParams(temperature=options.temperature, top_p=options.top_p)
+        prompts = options.prompt or [""]
+        ids = [engine.submit(engine.tokenizer.encode(prompt, bos=True), options.max_tokens,
+                             request_id=f"prompt-{i}", sampling=sampling) for i, prompt in enumerate(prompts, start=1)]
+        texts = dict(zip(ids, prompts))
+        if len(ids) == 1:
+            _stream_one(engine, ids[0], prompts[0], texts, console)
+        else:
+            _stream_many(engine, ids, texts, console)
+        metrics = engine.metrics()
+    if options.json:
+        print_json({"texts": texts, "metrics": metrics.to_dict()})
+    else:
+        print_metrics(metrics, options.clock, console)
+    return EXIT_OK
+
+
+def _stream_one(engine: InferenceEngine, request_id: str, prompt: str, texts: dict[str, str], console: Console) -> None:
+    console.write(prompt)
+    for event in engine.stream(request_id):
+        texts[request_id] += event.text
+        console.write(event.text)
+    console.line()
+
+
+def _stream_many(engine: InferenceEngine, ids: list[str], texts: dict[str, str], console: Console) -> None:
+    """All at once: a progress line while they run, then each text whole, so that they do not mix."""
+    live = list(ids)
+    while live:
+        engine.step()
+        for request_id in list(live):
+            for event in engine.poll(request_id):
+                texts[request_id] += event.text
+                if event.finish_reason:
+                    live.remove(request_id)
+        console.progress(f"{len(live)} of {len(ids)} requests run, step {engine.steps}")
+    console.progress("")
+    for request_id in ids:
+        console.line(f"--- {request_id}")
+        console.line(texts[request_id])
+
+
+def print_json(document: object) -> None:
+    """The one document of ``--json``: ASCII, so that any console can show it."""
+    print(json.dumps(document, allow_nan=False))
+
+
+if __name__ == "__main__":
+    entry()

@@ -1,0 +1,67 @@
+"""Every error the engine raises on purpose: what was given, what is allowed, what to do.
+
+One family, so that a caller can write ``except EngineError`` and know that anything else is a bug.
+Where Python has a matching built-in error the class inherits from it too: code that has never heard
+of this package still catches a ``SchemaError`` as a ``ValueError``.
+
+    EngineError
+    +-- SchemaError (ValueError)        a file or a setting is malformed; ``.path`` says where
+    +-- RequestError (ValueError)       a request is malformed
+    |   +-- DuplicateRequestError       its id is taken
+    |   +-- CapacityError               it can never fit, however long it waits
+    +-- UnknownRequestError (KeyError)  nobody knows this id
+    +-- OutOfPagesError                 it does not fit *now*; try again when pages are free
+    +-- StaleHandleError                a handle that was released, or that another manager gave out
+    +-- QuantizationError (ValueError)  an unsupported format, or data that contradict their metadata
+    +-- BackendError                    a backend is missing or failed
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of the family."""
+
+
+class SchemaError(EngineError, ValueError):
+    """Malformed data. ``path`` is a JSON pointer (RFC 6901) to the offending value; "" is the whole document."""
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(f"{path or '(document)'}: {message}")
+        self.path = path
+        self.problem = message
+
+
+class RequestError(EngineError, ValueError):
+    """A request that is malformed whatever the load: empty prompt, token outside the vocabulary, negative length."""
+
+
+class DuplicateRequestError(RequestError):
+    """The request id belongs to a live request, or to a finished one whose stream was not read to its end."""
+
+
+class CapacityError(RequestError):
+    """A request that could not be served even by an otherwise empty engine."""
+
+
+class UnknownRequestError(EngineError, KeyError):
+    """No live request and no unread stream has this id."""
+
+    def __str__(self) -> str:  # KeyError would print the quoted repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class OutOfPagesError(EngineError):
+    """Not enough free pages at the moment. Whoever raises it has left every table and counter unchanged."""
+
+
+class StaleHandleError(EngineError):
+    """A KV handle after its release, or one that this manager never gave out."""
+
+
+class QuantizationError(EngineError, ValueError):
+    """Unsupported bits or group size, input that is not finite, or packed data that contradict their metadata."""
+
+
+class BackendError(EngineError):
+    """A backend that does not exist, is not installed, or failed while computing."""

@@ -1,0 +1,73 @@
+"""M1 · From a scenario or a checkpoint on disk to a model that can compute, and its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .backend import Backend, load_backend
+from .errors import RequestError, SchemaError
+from .llama2c import find_llama2c, read_llama2c
+from .model import Model
+from .safetensors import read_safetensors
+from .schema import QuantizationConfig, SafetensorsWeights, Scenario, SeededWeights
+from .tokenizer import CharacterTokenizer, Tokenizer, read_llama2c_tokenizer
+from .weights import Weights, seeded_weights, weights_digest
+
+AS_IN_SCENARIO = "as in the scenario"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, its tokenizer, and what a timeline's header should say about them."""
+
+    model: Model
+    tokenizer: Tokenizer
+    about: dict[str, object]
+
+
+def load_scenario_model(scenario: Scenario, backend: str | Backend, quantization: object = AS_IN_SCENARIO,
+                        weights_seed: int | None = None) -> Loaded:
+    """The model of a scenario; ``weights_seed`` draws other weights than the scenario names."""
+    source = scenario.weights if weights_seed is None else SeededWeights(weights_seed)
+    weights = scenario_weights(scenario, source)
+    config = scenario.quantization if quantization == AS_IN_SCENARIO else quantization_config(quantization)
+    model = Model(scenario.model, weights, load_backend(backend), config)
+    tokenizer = CharacterTokenizer(scenario.tokenizer, scenario.model.bos_token, scenario.model.eos_tokens)
+    return Loaded(model, tokenizer, {"scenario": scenario.name, **_about(weights, config)})
+
+
+def load_checkpoint_model(path: str | Path, backend: str | Backend, quantization: object = None) -> Loaded:
+    """The model of a llama2.c file with its tokenizer beside it, or of the folder that holds both."""
+    model_file, tokenizer_file = find_llama2c(path)
+    config, weights = read_llama2c(model_file)
+    tokenizer = read_llama2c_tokenizer(tokenizer_file, config.vocab_size)
+    model = Model(config, weights, load_backend(backend), quantization_config(quantization))
+    return Loaded(model, tokenizer, {"checkpoint": model_file.name, **_about(weights, model.quantization)})
+
+
+def _about(weights: Weights, quantization: QuantizationConfig | None) -> dict[str, object]:
+    return {"weights_sha256": weights_digest(weights), "quantization": asdict(quantization) if quantization else None}
+
+
+def quantization_config(quantization: object) -> QuantizationConfig | None:
+    """None, "int8", "int4" or a ready config -> config."""
+    if quantization is None or isinstance(quantization, QuantizationConfig):
+        return quantization
+    bits = {"int8": 8, "int4": 4}.get(quantization) if isinstance(quantization, str) else None
+    if bits is None:
+        raise RequestError(f"quantization must be None, 'int8', 'int4' or a QuantizationConfig, not {quantization!r}")
+    return QuantizationConfig(bits=bits)
+
+
+def scenario_weights(scenario: Scenario, source: SeededWeights | SafetensorsWeights) -> Weights:
+    """The weights a scenario names, checked against the sha256 it records."""
+    if isinstance(source, SeededWeights):
+        weights: Weights = seeded_weights(scenario.model, source.seed)
+    else:
+        weights = read_safetensors(scenario.folder / source.path)
+    digest = weights_digest(weights)
+    if source.sha256 not in (None, digest):
+        raise SchemaError(f"the weights have sha256 {digest}, the scenario records {source.sha256}: another file, or "
+                          f"the generator changed", "/weights/sha256")
+    return weights

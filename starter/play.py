@@ -1,0 +1,65 @@
+"""M6 · Play a scenario on an engine: requests are submitted at their arrival step, cancels happen at theirs.
+
+The driver, the fixture's maker, the tests and the benchmarks all run scenarios through this one function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from .engine import InferenceEngine
+from .errors import RequestError
+from .scheduler import ScheduleDecision
+from .schema import Request, Scenario, TokenEvent
+
+
+@dataclass
+class Played:
+    """What a step brought: its decision and the events that became readable, those of refused requests aside."""
+
+    decision: ScheduleDecision
+    events: list[TokenEvent]
+    refused: dict[str, str] = field(default_factory=dict)  # request id -> why submit refused it
+
+
+def play(engine: InferenceEngine, scenario: Scenario) -> Iterator[Played]:
+    """Run the scenario's requests and events to the end, a step at a time. Arrivals count in the engine's steps from
+    now; a request that is refused is reported and the run goes on."""
+    start = engine.steps
+    arrivals = sorted(scenario.requests, key=lambda request: request.arrival)  # a stable sort
+    cancels = sorted(scenario.events, key=lambda event: event.step)
+    live: set[str] = set()
+    while arrivals or live:
+        now = engine.steps - start
+        refused = {}
+        while arrivals and arrivals[0].arrival <= now:
+            request = arrivals.pop(0)
+            try:
+                live.add(_submit(engine, request))
+            except RequestError as error:
+                refused[request.request_id] = str(error)
+        while cancels and cancels[0].step <= now:
+            request_id = cancels.pop(0).cancel
+            if request_id in live:
+                engine.cancel(request_id)
+        decision = engine.step()
+        events = [event for request_id in sorted(live) for event in engine.poll(request_id)]
+        live -= {event.request_id for event in events if event.finish_reason}
+        yield Played(decision, events, refused)
+
+
+def _submit(engine: InferenceEngine, request: Request) -> str:
+    return engine.submit(request.prompt_tokens, request.max_tokens, request_id=request.request_id,
+                         sampling=request.sampling, priority=request.priority, stop_tokens=request.stop_tokens,
+                         cache_salt=request.cache_salt)
+
+
+def tokens_of(events: list[TokenEvent]) -> dict[str, list[int]]:
+    """Tokens by request id, in order; a request that ended without any has an empty list."""
+    tokens: dict[str, list[int]] = {}
+    for event in events:
+        tokens.setdefault(event.request_id, [])
+        if event.token is not None:
+            tokens[event.request_id].append(event.token)
+    return tokens

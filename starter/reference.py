@@ -1,0 +1,121 @@
+"""M1 · The oracle: generate from a Llama-shaped decoder in the plainest possible form. Read this file first.
+
+No cache, no batch, no pages, no backend: for every new token the whole sequence is computed again, position by
+position, in Python floats. It is quadratically slow and easy to believe, which is the point: whatever the engine
+does with pages, batches and preemption, its tokens must equal these (V6).
+
+    tokens --embedding--> x ---+--> norm -> attention over positions 0..p --+--> x
+                               |                                           (+)
+                               +-------------------------------------------'
+                          x ---+--> norm -> down( silu(gate) * up ) --------+--> x      (for every layer)
+                               +-------------------------------------------'
+    last x -> norm -> output projection -> logits -> the largest wins
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import cos, exp, sin, sqrt
+from typing import TYPE_CHECKING
+
+from .schema import ModelConfig
+
+if TYPE_CHECKING:
+    from .model import Model
+
+Vector = list[float]
+Matrix = list[list[float]]
+Parameters = Mapping[str, Matrix]  # by checkpoint name (``weights.tensor_shapes``); a norm's gain is a one-row matrix
+
+
+def reference_generate(model: Model, prompt_tokens: Sequence[int], max_tokens: int) -> list[int]:
+    """Greedy continuation of at most max_tokens, ended by an end-of-sequence token (which is included).
+
+    O((prompt + max_tokens)^2) decoder passes over one token each.
+    """
+    parameters = model.parameters()
+    tokens = list(prompt_tokens)
+    while len(tokens) < len(prompt_tokens) + max_tokens:
+        logits = reference_logits(model.config, parameters, tokens)
+        tokens.append(logits.index(max(logits)))  # the first of equal maxima
+        if tokens[-1] in model.config.eos_tokens:
+            break
+    return tokens[len(prompt_tokens):]
+
+
+def reference_logits(config: ModelConfig, parameters: Parameters, tokens: Sequence[int]) -> Vector:
+    """Logits [vocab_size] of the token after ``tokens``."""
+    hidden = [list(parameters["model.embed_tokens.weight"][token]) for token in tokens]
+    for layer in range(config.layers):
+        weights = {name.split(f".layers.{layer}.")[1]: matrix
+                   for name, matrix in parameters.items() if f".layers.{layer}." in name}
+        hidden = _layer(config, weights, hidden)
+    last = rms_norm(hidden[-1], parameters["model.norm.weight"][0], config.norm_eps)
+    output = "model.embed_tokens.weight" if config.tied_output else "lm_head.weight"
+    return times(parameters[output], last)
+
+
+def _layer(config: ModelConfig, weights: Parameters, hidden: list[Vector]) -> list[Vector]:
+    keys: list[Vector] = []
+    values: list[Vector] = []
+    result = []
+    for position, x in enumerate(hidden):
+        normed = rms_norm(x, weights["input_layernorm.weight"][0], config.norm_eps)
+        query = rotary(config, times(weights["self_attn.q_proj.weight"], normed), position)
+        keys.append(rotary(config, times(weights["self_attn.k_proj.weight"], normed), position))
+        values.append(times(weights["self_attn.v_proj.weight"], normed))
+        x = plus(x, times(weights["self_attn.o_proj.weight"], attention(config, query, keys, values)))
+        normed = rms_norm(x, weights["post_attention_layernorm.weight"][0], config.norm_eps)
+        gate = times(weights["mlp.gate_proj.weight"], normed)
+        up = times(weights["mlp.up_proj.weight"], normed)
+        activated = [g / (1.0 + exp(-g)) * u if g > -700.0 else 0.0 for g, u in zip(gate, up)]
+        result.append(plus(x, times(weights["mlp.down_proj.weight"], activated)))
+    return result
+
+
+def attention(config: ModelConfig, query: Vector, keys: list[Vector], values: list[Vector]) -> Vector:
+    """One token's attention over all positions so far; each key/value head serves heads/kv_heads query heads."""
+    width = config.head_width
+    out: Vector = []
+    for head in range(config.heads):
+        mine = slice(head * width, (head + 1) * width)
+        kv_head = head * config.kv_heads // config.heads
+        shared = slice(kv_head * width, (kv_head + 1) * width)
+        scores = [dot(query[mine], key[shared]) / sqrt(width) for key in keys]
+        highest = max(scores)
+        weights = [exp(score - highest) for score in scores]
+        total = sum(weights)
+        for i in range(shared.start, shared.stop):
+            out.append(sum(weight * value[i] for weight, value in zip(weights, values)) / total)
+    return out
+
+
+def rotary(config: ModelConfig, x: Vector, position: int) -> Vector:
+    """Turn each pair (2i, 2i + 1) of each head by position * theta ** (-2i / head_width)."""
+    turned: Vector = []
+    for i in range(0, len(x), 2):
+        angle = position * config.rope_theta ** (-(i % config.head_width) / config.head_width)
+        c, s = cos(angle), sin(angle)
+        turned += [x[i] * c - x[i + 1] * s, x[i] * s + x[i + 1] * c]
+    return turned
+
+
+def rms_norm(x: Vector, gain: Vector, epsilon: float) -> Vector:
+    """x / sqrt(mean of squares + epsilon) * gain."""
+    scale = 1.0 / sqrt(dot(x, x) / len(x) + epsilon)
+    return [value * scale * g for value, g in zip(x, gain)]
+
+
+def times(matrix: Matrix, x: Vector) -> Vector:
+    """Matrix [rows][columns] times vector [columns] -> [rows]."""
+    return [dot(row, x) for row in matrix]
+
+
+def dot(x: Vector, y: Vector) -> float:
+    """Inner product."""
+    return sum(a * b for a, b in zip(x, y))
+
+
+def plus(x: Vector, y: Vector) -> Vector:
+    """Element-wise sum."""
+    return [a + b for a, b in zip(x, y)]

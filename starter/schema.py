@@ -1,0 +1,536 @@
+"""M1 · The nouns of the engine and how they are written in JSON: model, request, event, quantization, scenario.
+
+    fixtures/tiny_model.json --load_scenario()--> Scenario
+                                                  +-- model: ModelConfig            sizes of the decoder
+                                                  +-- weights: SeededWeights | SafetensorsWeights
+                                                  +-- tokenizer: CharacterVocabulary
+                                                  +-- engine: EngineSettings        pages, budget, policy
+                                                  +-- quantization: QuantizationConfig or null
+                                                  +-- requests: (Request, ...)      arrival counted in steps
+                                                  +-- events: (ScenarioEvent, ...)  cancels
+                                                  +-- golden: Golden or null        what must come out
+
+Each noun is a frozen dataclass whose ``__post_init__`` checks the rules that join several fields; each has a
+shape (``shapes.py``) that parses it strictly and prints its JSON Schema. ``python3 -m starter.schema`` prints
+the schema of a whole scenario (draft 2020-12), which is kept in ``fixtures/scenario.schema.json``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Union
+
+from .errors import CapacityError, QuantizationError, RequestError, SchemaError
+from .shapes import (
+    Boolean,
+    Choice,
+    Integer,
+    ListOf,
+    MapOf,
+    Nullable,
+    Number,
+    Record,
+    Tagged,
+    Text,
+    parse_json,
+    pointer,
+    read_json,
+)
+
+SCENARIO_VERSION = 1
+MAX_VOCABULARY = 1_000_000
+MAX_CONTEXT = 1_048_576
+MAX_PAGES = 1_048_576
+
+# ------------------------------------------------------------------------------------------------ model
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a Llama-shaped decoder (Touvron et al. 2023, "LLaMA").
+
+    ``width`` is the length of a token's hidden vector, split into ``heads`` query heads of ``head_width``
+    numbers; ``kv_heads`` divides ``heads``, and each key/value head serves heads/kv_heads query heads
+    (grouped-query attention, Ainslie et al. 2023). ``tied_output`` reuses the embedding as output projection.
+    """
+
+    vocab_size: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn_width: int
+    max_context: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tied_output: bool = True
+    bos_token: int | None = None
+    eos_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise SchemaError(f"width {self.width} must be a multiple of heads {self.heads}", "/width")
+        if self.heads % self.kv_heads:
+            raise SchemaError(f"must divide heads {self.heads}, not be {self.kv_heads}", "/kv_heads")
+        if self.head_width % 2:
+            raise SchemaError(f"width/heads = {self.head_width} must be even: rotary embedding turns pairs", "/width")
+        for name, tokens in (("bos_token", [self.bos_token]), ("eos_tokens", self.eos_tokens)):
+            for token in tokens:
+                if token is not None and token >= self.vocab_size:
+                    raise SchemaError(f"token {token} is outside the vocabulary of {self.vocab_size}", f"/{name}")
+
+    @property
+    def head_width(self) -> int:
+        """Numbers in one attention head."""
+        return self.width // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers in one token's key (or value) in one layer."""
+        return self.kv_heads * self.head_width
+
+
+# -------------------------------------------------------------------------------------------- quantization
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """How to quantize a matrix: ``bits`` 8 or 4, one scale for every ``group_size`` numbers of a row
+    (a shorter last group is fine; None: one scale a row), symmetric around zero or with a zero point."""
+
+    bits: int = 8
+    group_size: int | None = 32
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bits, bool) or self.bits not in (8, 4):
+            raise QuantizationError(f"bits must be 8 or 4, not {self.bits!r}")
+        size = self.group_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise QuantizationError(f"group_size must be an integer from 1, or None for a whole row, not {size!r}")
+        if not isinstance(self.symmetric, bool):
+            raise QuantizationError(f"symmetric must be True or False, not {self.symmetric!r}")
+
+
+# ------------------------------------------------------------------------------------------------ requests
+
+
+def _require_integer(name: str, value: object, low: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or (low is not None and value < low):
+        raise RequestError(f"{name} must be an integer{'' if low is None else f' from {low}'}, not {value!r}")
+
+
+def _require_number(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise RequestError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request picks its next token from the logits.
+
+    temperature  0 is greedy (the first of equal maxima); larger flattens the distribution
+    top_k        keep the k likeliest tokens; 0 keeps all
+    top_p        keep the fewest likeliest tokens whose probabilities reach p (Holtzman et al. 2020); 1 keeps all
+    min_p        drop tokens less likely than min_p times the likeliest; 0 drops none
+    seed         of this request's own generator; None derives it from the engine's seed and the request id
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_number("temperature", self.temperature, 0.0, 1e6)
+        _require_integer("top_k", self.top_k, 0)
+        _require_number("top_p", self.top_p, 0.0, 1.0)
+        _require_number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _require_integer("seed", self.seed, 0)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how far to continue it.
+
+    ``arrival`` is on the clock of whoever drives the engine; scenarios count it in steps. ``stop_tokens`` end
+    the request like the model's own end-of-sequence tokens. ``priority`` and ``cache_salt`` are carried for
+    policies and prefix sharing.
+    """
+
+    request_id: str
+    prompt_tokens: Sequence[int]  # kept as a tuple
+    max_tokens: int
+    arrival: float = 0.0
+    priority: int = 0
+    sampling: SamplingParams = SamplingParams()
+    stop_tokens: Sequence[int] = ()  # kept as a tuple
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.request_id, str) or not self.request_id:
+            raise RequestError(f"request_id must be a string that is not empty, not {self.request_id!r}")
+        if isinstance(self.prompt_tokens, (str, bytes)) or not isinstance(self.prompt_tokens, Sequence):
+            kind = type(self.prompt_tokens).__name__
+            raise RequestError(f"prompt_tokens must be a sequence of token numbers, not a {kind}; encode text first")
+        object.__setattr__(self, "prompt_tokens", tuple(self.prompt_tokens))
+        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
+        if not self.prompt_tokens:
+            raise RequestError("the prompt is empty; give at least one token, for instance the model's bos_token")
+        for token in self.prompt_tokens:
+            _require_integer("a prompt token", token, 0)
+        for token in self.stop_tokens:
+            _require_integer("a stop token", token, 0)
+        _require_integer("max_tokens", self.max_tokens, 0)
+        _require_integer("priority", self.priority, None)
+        _require_number("arrival", self.arrival, 0.0, float("inf"))
+        if not isinstance(self.sampling, SamplingParams):
+            raise RequestError(f"sampling must be a SamplingParams, not {self.sampling!r}")
+
+    def check_against(self, model: ModelConfig) -> None:
+        """Raise RequestError or CapacityError where this model cannot serve the request. O(prompt)."""
+        for token in (*self.prompt_tokens, *self.stop_tokens):
+            if token >= model.vocab_size:
+                raise RequestError(f"token {token} is outside the vocabulary; allowed: 0 to {model.vocab_size - 1}")
+        total = len(self.prompt_tokens) + self.max_tokens
+        if total > model.max_context:
+            raise CapacityError(
+                f"prompt {len(self.prompt_tokens)} + max_tokens {self.max_tokens} = {total} tokens exceed the context "
+                f"of {model.max_context}; shorten the prompt or ask for at most "
+                f"{max(0, model.max_context - len(self.prompt_tokens))} tokens")
+
+
+# -------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One token of one request, or (token None) the end of a request that ended without one.
+
+    ``index`` counts a request's tokens from 0 without gaps. ``text`` is what this token adds to the decoded text.
+    ``step`` and ``time`` say when (the engine's step count; its clock, seconds). ``logprob`` is the natural
+    logarithm of the token's probability at temperature 1. ``finish_reason`` is None except on the last event:
+    "stop", "length", "cancelled" or "error", the last with the reason in ``error``.
+    """
+
+    request_id: str
+    index: int
+    token: int | None
+    text: str
+    step: int
+    time: float
+    logprob: float | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    sample: int = 0
+
+
+@dataclass(frozen=True)
+class ScenarioEvent:
+    """Something done to the engine just before step ``step``: for now, cancel a request."""
+
+    step: int
+    cancel: str
+
+
+# ------------------------------------------------------------------------------------------------ scenario
+
+
+@dataclass(frozen=True)
+class SeededWeights:
+    """Weights drawn from ``seed`` by ``weights.seeded_weights``; ``sha256`` of their bytes guards against drift."""
+
+    seed: int
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class SafetensorsWeights:
+    """Weights in a safetensors file; ``path`` is relative to the scenario file."""
+
+    path: str
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class CharacterVocabulary:
+    """``specials`` take the ids 0, 1, ...; the characters follow in order, one id each."""
+
+    characters: str
+    specials: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(set(self.characters)) != len(self.characters):
+            twice = next(c for c in self.characters if self.characters.count(c) > 1)
+            raise SchemaError(f"the character {twice!r} stands twice", "/characters")
+        if len(set(self.specials)) != len(self.specials):
+            raise SchemaError("a special token stands twice", "/specials")
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Everything about serving that is not the model.
+
+    page_size         tokens in a KV page                  num_pages        pages in the pool
+    kv_budget_bytes   instead of num_pages: as many pages as fit in so many bytes
+    budget_tokens     tokens computed in a step, at most   max_running      requests admitted at a time
+    batching          "continuous": requests join and leave in every step; "static": a batch is admitted when the
+                      last one has ended; "none": one request at a time
+    policy            order of the waiting queue           preemption       what happens when pages run out
+    use_cache         False recomputes the whole context for every token (for comparison)
+    seed              of the sampling generators of requests that bring no seed of their own
+    """
+
+    page_size: int = 16
+    num_pages: int = 64
+    kv_budget_bytes: int | None = None
+    budget_tokens: int = 32
+    max_running: int = 8
+    batching: str = "continuous"
+    policy: str = "fcfs"
+    preemption: str = "recompute"
+    prefix_sharing: bool = False
+    use_cache: bool = True
+    kv_quantization: str | None = None
+    seed: int = 0
+
+    def override(self, changes: Mapping[str, object]) -> EngineSettings:
+        """A copy with some settings replaced, checked like the file they usually come from."""
+        settings: EngineSettings = ENGINE_SHAPE.parse({**dataclasses.asdict(self), **changes}, "/engine")
+        return settings
+
+
+@dataclass(frozen=True)
+class Golden:
+    """What the scenario must produce: greedy tokens by request id (a cancelled request may deliver fewer).
+
+    ``smallest_margin`` is the least distance between the best and the second-best logit over all steps: as long
+    as two implementations differ by less than half of it, they must agree on every token.
+    """
+
+    tokens: Mapping[str, tuple[int, ...]]
+    smallest_margin: float
+    made_by: str = ""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A reproducible run: a model, how to serve it, what arrives when, and what must come out."""
+
+    version: int
+    name: str
+    model: ModelConfig
+    weights: Union[SeededWeights, SafetensorsWeights]
+    tokenizer: CharacterVocabulary
+    requests: tuple[Request, ...]
+    description: str = ""
+    engine: EngineSettings = EngineSettings()
+    quantization: QuantizationConfig | None = None
+    events: tuple[ScenarioEvent, ...] = ()
+    golden: Golden | None = None
+    folder: Path = field(default=Path(), compare=False)  # where relative paths start; not part of the JSON
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for i, request in enumerate(self.requests):
+            path = f"/requests/{i}"
+            if request.request_id in seen:
+                raise SchemaError(f"the id {request.request_id!r} stands twice", f"{path}/request_id")
+            seen.add(request.request_id)
+            try:
+                request.check_against(self.model)
+            except RequestError as error:
+                raise SchemaError(str(error), path) from None
+        for i, event in enumerate(self.events):
+            if event.cancel not in seen:
+                raise SchemaError(f"no request has the id {event.cancel!r}", f"/events/{i}/cancel")
+        for request_id, tokens in (self.golden.tokens if self.golden else {}).items():
+            if request_id not in seen:
+                raise SchemaError("no request has this id", pointer("/golden/tokens", request_id))
+            if any(token >= self.model.vocab_size for token in tokens):
+                raise SchemaError("holds a token outside the vocabulary", pointer("/golden/tokens", request_id))
+        size = len(self.tokenizer.specials) + len(self.tokenizer.characters)
+        if size != self.model.vocab_size:
+            raise SchemaError(f"names {size} tokens, the model has vocab_size {self.model.vocab_size}", "/tokenizer")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form; ``parse_scenario(json.dumps(s.to_dict())) == s``."""
+        document = SCENARIO_SHAPE.dump(self)
+        assert isinstance(document, dict)
+        return document
+
+    def to_json(self) -> str:
+        """``to_dict`` as text: a line a request, event and golden sequence, so that a change reads well in a diff."""
+        return compact_json(self.to_dict())
+
+
+# -------------------------------------------------------------------------------------------------- shapes
+
+_TOKEN = Integer(0, MAX_VOCABULARY - 1)
+_TOKENS = ListOf(_TOKEN, longest=MAX_CONTEXT)
+_ID = Text(1, 200)
+_SEED = Integer(0, 2**63 - 1)
+_SHA256 = Nullable(Text(64, 64))
+
+MODEL_SHAPE = Record(ModelConfig, {
+    "vocab_size": Integer(1, MAX_VOCABULARY),
+    "width": Integer(2, 65_536),
+    "layers": Integer(1, 1_024),
+    "heads": Integer(1, 1_024),
+    "kv_heads": Integer(1, 1_024),
+    "ffn_width": Integer(1, 262_144),
+    "max_context": Integer(1, MAX_CONTEXT),
+    "rope_theta": Number(1.0, 1e12),
+    "norm_eps": Number(1e-12, 1.0),
+    "tied_output": Boolean(),
+    "bos_token": Nullable(_TOKEN),
+    "eos_tokens": ListOf(_TOKEN, longest=64),
+})
+
+QUANTIZATION_SHAPE = Record(QuantizationConfig, {
+    "bits": Integer(4, 8),
+    "group_size": Nullable(Integer(1, 1_048_576)),
+    "symmetric": Boolean(),
+})
+
+SAMPLING_SHAPE = Record(SamplingParams, {
+    "temperature": Number(0.0, 1e6),
+    "top_k": Integer(0),
+    "top_p": Number(0.0, 1.0),
+    "min_p": Number(0.0, 1.0),
+    "seed": Nullable(_SEED),
+})
+
+REQUEST_SHAPE = Record(Request, {
+    "request_id": _ID,
+    "prompt_tokens": ListOf(_TOKEN, 1, MAX_CONTEXT),
+    "max_tokens": Integer(0, MAX_CONTEXT),
+    "arrival": Number(0.0, 1e9),
+    "priority": Integer(-1_000_000, 1_000_000),
+    "sampling": SAMPLING_SHAPE,
+    "stop_tokens": ListOf(_TOKEN, longest=64),
+    "cache_salt": Nullable(Text(1, 200)),
+})
+
+TOKEN_EVENT_SHAPE = Record(TokenEvent, {
+    "request_id": _ID,
+    "index": Integer(),
+    "token": Nullable(_TOKEN),
+    "text": Text(),
+    "step": Integer(),
+    "time": Number(0.0, 1e15),
+    "logprob": Nullable(Number(-1e300, 0.0)),
+    "finish_reason": Nullable(Choice(("stop", "length", "cancelled", "error"))),
+    "error": Nullable(Text()),
+    "sample": Integer(),
+})
+
+SCENARIO_EVENT_SHAPE = Record(ScenarioEvent, {"step": Integer(), "cancel": _ID})
+
+WEIGHTS_SHAPE = Tagged("source", {
+    "seeded": Record(SeededWeights, {"seed": _SEED, "sha256": _SHA256}),
+    "safetensors": Record(SafetensorsWeights, {"path": Text(1, 4_096), "sha256": _SHA256}),
+})
+
+TOKENIZER_SHAPE = Record(CharacterVocabulary, {
+    "characters": Text(1, MAX_VOCABULARY),
+    "specials": ListOf(Text(1, 100), longest=1_000),
+})
+
+ENGINE_SHAPE = Record(EngineSettings, {
+    "page_size": Integer(1, 65_536),
+    "num_pages": Integer(1, MAX_PAGES),
+    "kv_budget_bytes": Nullable(Integer(1, 2**50)),
+    "budget_tokens": Integer(1, MAX_CONTEXT),
+    "max_running": Integer(1, 65_536),
+    "batching": Choice(("continuous", "static", "none")),
+    "policy": Choice(("fcfs",)),
+    "preemption": Choice(("recompute",)),
+    "prefix_sharing": Boolean(),
+    "use_cache": Boolean(),
+    "kv_quantization": Nullable(Choice(("int8",))),
+    "seed": _SEED,
+})
+
+GOLDEN_SHAPE = Record(Golden, {
+    "tokens": MapOf(_TOKENS),
+    "smallest_margin": Number(0.0, 1e9),
+    "made_by": Text(),
+})
+
+SCENARIO_SHAPE = Record(Scenario, {
+    "version": Integer(SCENARIO_VERSION, SCENARIO_VERSION),
+    "name": Text(1, 200),
+    "description": Text(),
+    "model": MODEL_SHAPE,
+    "weights": WEIGHTS_SHAPE,
+    "tokenizer": TOKENIZER_SHAPE,
+    "engine": ENGINE_SHAPE,
+    "quantization": Nullable(QUANTIZATION_SHAPE),
+    "requests": ListOf(REQUEST_SHAPE, longest=100_000),
+    "events": ListOf(SCENARIO_EVENT_SHAPE, longest=100_000),
+    "golden": Nullable(GOLDEN_SHAPE),
+})
+
+
+# ------------------------------------------------------------------------------------- reading and writing
+
+
+def parse_scenario(text: str, folder: Path = Path()) -> Scenario:
+    """JSON text -> Scenario, or SchemaError with a JSON pointer."""
+    scenario: Scenario = SCENARIO_SHAPE.parse(parse_json(text), "")
+    return dataclasses.replace(scenario, folder=folder)
+
+
+def load_scenario(path: str | Path) -> Scenario:
+    """Scenario file -> Scenario. SchemaError on anything malformed or unreadable; no other exception escapes."""
+    if not isinstance(path, (str, Path)):
+        raise SchemaError(f"a path is wanted, not {path!r}")
+    scenario: Scenario = SCENARIO_SHAPE.parse(read_json(path), "")
+    return dataclasses.replace(scenario, folder=Path(path).parent)
+
+
+def compact_json(document: Mapping[str, object]) -> str:
+    """Indented JSON whose second level stays on one line: ``{"a": {<newline> "b": [1, 2, 3]}}``."""
+    def block(value: object, opening: str, closing: str, lines: Sequence[str]) -> str:
+        return opening + "\n    " + ",\n    ".join(lines) + "\n  " + closing if lines else opening + closing
+
+    parts = []
+    for key, value in document.items():
+        if isinstance(value, Mapping):
+            lines = [f"{_flat(k)}: {_flat(v)}" for k, v in value.items()]
+            parts.append(f"{_flat(key)}: {block(value, '{', '}', lines)}")
+        elif isinstance(value, list):
+            parts.append(f"{_flat(key)}: {block(value, '[', ']', [_flat(v) for v in value])}")
+        else:
+            parts.append(f"{_flat(key)}: {_flat(value)}")
+    return "{\n  " + ",\n  ".join(parts) + "\n}\n"
+
+
+def _flat(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def scenario_json_schema() -> dict[str, object]:
+    """JSON Schema, draft 2020-12, of a scenario file; it says what the shapes say, less the rules that join fields."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Scenario of the mini inference engine",
+        **SCENARIO_SHAPE.json_schema(),
+        "$defs": {"token_event": TOKEN_EVENT_SHAPE.json_schema()},
+    }
+
+
+def main() -> None:
+    """Print the JSON Schema of a scenario."""
+    print(json.dumps(scenario_json_schema(), indent=1))
+
+
+if __name__ == "__main__":
+    main()

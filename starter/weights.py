@@ -1,0 +1,208 @@
+"""M1 · A model's weights: their names and shapes, drawing them from a seed, checking and fingerprinting them.
+
+A checkpoint is a mapping of names to float32 tensors, under the names Hugging Face gives a Llama:
+
+    model.embed_tokens.weight                           [vocab, width]
+    model.layers.<i>.input_layernorm.weight             [width]
+    model.layers.<i>.self_attn.q_proj.weight            [width, width]
+    model.layers.<i>.self_attn.{k,v}_proj.weight        [kv_width, width]
+    model.layers.<i>.self_attn.o_proj.weight            [width, width]
+    model.layers.<i>.post_attention_layernorm.weight    [width]
+    model.layers.<i>.mlp.{gate,up}_proj.weight          [ffn_width, width]
+    model.layers.<i>.mlp.down_proj.weight               [width, ffn_width]
+    model.norm.weight                                   [width]
+    lm_head.weight                                      [vocab, width]   only where the output is not tied
+
+A matrix is [out, in]: y = W x. Rotary pairs are neighbours, (2i, 2i + 1) of each head, as in RoFormer and llama2.c.
+Hugging Face stores q_proj and k_proj with the pairs as halves, (i, i + head_width / 2); permuting the rows back is
+the job of whoever loads such a file, not of the decoder.
+
+Files: ``safetensors.py`` and ``llama2c.py``, on top of ``open_checkpoint`` and ``replace_file`` at the end here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isfinite, prod, sqrt
+from pathlib import Path
+from typing import BinaryIO
+
+from .errors import SchemaError
+from .schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """``values`` are float32, row after row: the element [r, c] of a matrix is values[r * columns + c]."""
+
+    shape: tuple[int, ...]
+    values: array[float]
+
+    def __post_init__(self) -> None:
+        if self.values.typecode != "f":
+            raise SchemaError(f"a tensor's values must be an array of type 'f', not {self.values.typecode!r}")
+        if any(size < 0 for size in self.shape) or prod(self.shape) != len(self.values):
+            raise SchemaError(f"the shape {list(self.shape)} does not describe {len(self.values)} values")
+
+    def rows(self) -> list[list[float]]:
+        """A 2-D tensor as a list of rows."""
+        if len(self.shape) != 2:
+            raise SchemaError(f"only a 2-D tensor has rows; this one has the shape {list(self.shape)}")
+        rows, columns = self.shape
+        return [self.values[r * columns:(r + 1) * columns].tolist() for r in range(rows)]
+
+    def tolist(self) -> list[float]:
+        """All values, flat: a 1-D tensor as a list."""
+        return self.values.tolist()
+
+
+Weights = Mapping[str, Tensor]
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a model of this configuration consists of, in the order of the module's docstring."""
+    width, ffn_width, kv_width = config.width, config.ffn_width, config.kv_width
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (width,),
+        "self_attn.q_proj.weight": (width, width),
+        "self_attn.k_proj.weight": (kv_width, width),
+        "self_attn.v_proj.weight": (kv_width, width),
+        "self_attn.o_proj.weight": (width, width),
+        "post_attention_layernorm.weight": (width,),
+        "mlp.gate_proj.weight": (ffn_width, width),
+        "mlp.up_proj.weight": (ffn_width, width),
+        "mlp.down_proj.weight": (width, ffn_width),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, width)}
+    for i in range(config.layers):
+        shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
+    shapes["model.norm.weight"] = (width,)
+    if not config.tied_output:
+        shapes["lm_head.weight"] = (config.vocab_size, width)
+    return shapes
+
+
+# ------------------------------------------------------------------------------------------ drawn from a seed
+
+
+def seeded_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
+    """Random weights, the same bits on every platform and Python version: O(parameters), about 0.1 us each.
+
+    A matrix is uniform with variance 1 / columns, so that a normed vector keeps its scale through it; a gain is
+    uniform in [0.75, 1.25), so that leaving it out is noticed. Each tensor has a generator of its own, seeded by
+    the seed and its name: another layer more changes none of the others.
+    """
+    return {name: _draw(shape, f"{seed}/{name}") for name, shape in tensor_shapes(config).items()}
+
+
+def _draw(shape: tuple[int, ...], seed: str) -> Tensor:
+    # Only steps that are exact everywhere: SHA-256, the Mersenne Twister's random(), and IEEE 754's own operations
+    # (+ * sqrt, rounding to float32). No gauss(): its log() and cos() differ in the last bit between C libraries.
+    uniform = random.Random(int.from_bytes(hashlib.sha256(seed.encode()).digest(), "big")).random
+    centre, reach = (0.0, sqrt(3.0 / shape[-1])) if len(shape) == 2 else (1.0, 0.25)
+    low, span = centre - reach, 2.0 * reach
+    return Tensor(shape, array("f", [low + span * uniform() for _ in range(prod(shape))]))
+
+
+# ------------------------------------------------------------------------------------ checks and fingerprints
+
+
+def check_weights(config: ModelConfig, weights: Weights) -> None:
+    """SchemaError unless ``weights`` are exactly the tensors that the model needs, all finite. O(parameters)."""
+    wanted = tensor_shapes(config)
+    if missing := [name for name in wanted if name not in weights]:
+        raise SchemaError(f"these tensors are missing: {_list(missing)}", "/weights")
+    if config.tied_output and "lm_head.weight" in weights:
+        raise SchemaError("lm_head.weight is given, but with tied_output the model uses model.embed_tokens.weight in "
+                          "its place; leave the tensor out, or set tied_output to false", "/weights")
+    if unexpected := [name for name in weights if name not in wanted]:
+        raise SchemaError(f"these tensors belong to no part of the model: {_list(unexpected)}", "/weights")
+    for name, shape in wanted.items():
+        if weights[name].shape != shape:
+            given = list(weights[name].shape)
+            raise SchemaError(f"{name} has the shape {given}; the model needs {list(shape)}", "/weights")
+        check_finite(name, weights[name])
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """SchemaError that names the first value that is NaN or infinite."""
+    # The sum is one fast pass, and it tells: float32 values cannot overflow it, and NaN and infinity stay in it.
+    if not isfinite(sum(tensor.values)):
+        index = next(i for i, value in enumerate(tensor.values) if not isfinite(value))
+        raise SchemaError(f"{name} holds {tensor.values[index]} at index {index}; weights must be finite", "/weights")
+
+
+def _list(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def weights_digest(weights: Weights) -> str:
+    """SHA-256, in hexadecimal, of names, shapes and float32 bits: independent of order and of the machine."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(json.dumps([name, weights[name].shape]).encode())
+        digest.update(float32_bytes(weights[name].values))
+    return digest.hexdigest()
+
+
+def check_digest(weights: Weights, sha256: str | None) -> None:
+    """SchemaError unless the fingerprint is the recorded one (None: none was recorded)."""
+    if sha256 is not None and (given := weights_digest(weights)) != sha256:
+        raise SchemaError(f"not the weights that the scenario was made with: their sha256 is {given}, not {sha256}; "
+                          "restore the file or seed, or record the new value", "/weights/sha256")
+
+
+# ---------------------------------------------------------------------------------------- files of any format
+
+
+def float32_bytes(values: array[float]) -> bytes:
+    """The values as little-endian float32, the byte order of every format read here."""
+    if sys.byteorder == "little":
+        return values.tobytes()
+    swapped = values[:]
+    swapped.byteswap()
+    return swapped.tobytes()
+
+
+def float32_array(raw: bytes | bytearray) -> array[float]:
+    """The way back from ``float32_bytes``."""
+    values = array("f")
+    values.frombytes(raw)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+@contextmanager
+def open_checkpoint(path: str | Path) -> Iterator[tuple[BinaryIO, int]]:
+    """A file open for reading, and its size. What the block finds wrong is reported with the file's name."""
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below; its own errors are told apart from the block's
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise SchemaError(f"cannot open {path}: {error}") from None
+    with file:
+        try:
+            yield file, os.fstat(file.fileno()).st_size
+        except SchemaError as error:
+            raise SchemaError(f"{path}: {error.problem}", error.path) from None
+        except OSError as error:
+            raise SchemaError(f"cannot read {path}: {error}") from None
+
+
+def replace_file(path: str | Path, chunks: Iterable[bytes]) -> None:
+    """Write a file whole or not at all: readers see the old one or the new one, and a failure leaves the old one."""
+    temporary = Path(f"{path}.{os.urandom(4).hex()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.writelines(chunks)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
