@@ -20,6 +20,7 @@ import os
 import random
 import sys
 import tempfile
+import time
 import unittest
 from dataclasses import dataclass, field
 from faulthandler import cancel_dump_traceback_later, dump_traceback_later
@@ -31,6 +32,10 @@ from oracle import Oracle
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+GENUINE = [(owner, name, getattr(owner, name)) for owner, names in (  # as they are before the engine is imported
+    (time, ("perf_counter", "monotonic", "time")), (random.Random, ("random", "seed")), (os, ("_exit",)), (sys, ("exit",)),
+    (unittest.TestCase, ("run", "fail", "assertEqual")), (json, ("loads", "dumps"))) for name in names]
 
 import starter  # noqa: E402  its names are imported when first used, so one missing module fails its tests alone
 
@@ -59,6 +64,7 @@ def _explained(test):
             if isinstance(error, NotImplementedError):
                 what += "\n  hint:     this part is still to be written"
             name = ".".join(self.id().split(".")[-2:])
+            what += f"\n  case:     {self.case}" if self.case else ""
             message = (f"{rule}\n  {what}\n  replay:   {SWITCH}=1 P07_SEED={SEED} "
                        f"python3 -m unittest discover -s acceptance -k {name}")
             raise AssertionError(message).with_traceback(error.__traceback__) from None
@@ -71,7 +77,12 @@ class SkipPart(Exception):
 
 
 class Case(unittest.TestCase):
-    """Base of the milestones: ``self.rng``, and assertions that explain themselves."""
+    """Base of the milestones: ``self.rng``, and assertions that explain themselves.
+
+    ``self.case`` may name what is tried at the moment, in a test that tries several things.
+    """
+
+    case = ""
 
     def __init_subclass__(cls):
         for name, test in list(vars(cls).items()):
@@ -118,15 +129,20 @@ def load_document(document):
         return starter.load_scenario(path)
 
 
-def tiny_scenario(rng, **model):
-    """A small model of a shape drawn at random, without requests; ``model`` fixes some of its sizes."""
+def tiny_document(rng, **model):
+    """A scenario document: a small model of a shape drawn at random, no requests; ``model`` fixes some of its sizes."""
     heads, kv_heads = rng.choice([(4, 2), (4, 1), (2, 2), (2, 1)])
     sizes = {"vocab_size": rng.randint(24, 40), "width": 16, "layers": rng.choice([1, 2]), "heads": heads,
              "kv_heads": kv_heads, "ffn_width": rng.choice([20, 24, 33]), "max_context": 160, "eos_tokens": [],
              "rope_theta": rng.choice([100.0, 10_000.0]), "tied_output": rng.random() < 0.5, **model}
     characters = "".join(chr(ord("a") + i) if i < 26 else chr(0x4E00 + i) for i in range(sizes["vocab_size"]))
-    return load_document({"version": 1, "name": "acceptance", "model": sizes, "requests": [],
-                          "weights": {"source": "seeded", "seed": 0}, "tokenizer": {"characters": characters}})
+    return {"version": 1, "name": "acceptance", "model": sizes, "requests": [], "weights": {"source": "seeded", "seed": 0},
+            "tokenizer": {"characters": characters}}
+
+
+def tiny_scenario(rng, **model):
+    """The same, loaded."""
+    return load_document(tiny_document(rng, **model))
 
 
 class Clock:

@@ -123,11 +123,11 @@ class M2KVCache(Case):
     def test_cache_changes_no_token(self):
         """V6: tokens with the cache equal tokens without it, in any chunking of the prompt."""
         for settings in ({"use_cache": False}, *({"budget_tokens": budget} for budget in (1, 2, 3, 7, 64))):
-            with self.subTest(**settings):
-                run = Run(self, **settings)
-                run.submit(run.prompt(15), 8)
-                run.submit(run.prompt(1), 8)
-                run.finish()
+            self.case = settings
+            run = Run(self, **settings)
+            run.submit(run.prompt(15), 8)
+            run.submit(run.prompt(1), 8)
+            run.finish()
 
     def test_dirty_pages(self):
         """V1: what earlier users left in a page is never read, not even multiplied by zero."""
@@ -150,5 +150,7 @@ class M2KVCache(Case):
             for _ in range(steps):
                 run.step()
             run.cancel(name)
-            self.same((run.engine.kv.free_pages, run.engine.active), (64, ()), f"cancelled after {steps} steps")
+            metrics = run.engine.metrics()
+            self.same((run.engine.kv.free_pages, run.engine.active, metrics.running, metrics.kv_bytes), (64, (), 0, 0),
+                      f"cancelled after {steps} steps: pages, live requests and gauges are up to date without another step")
             run.finish()

@@ -21,8 +21,10 @@ from m1_reference import M1Reference  # noqa: E402
 from m2_kv_cache import M2KVCache  # noqa: E402
 from m3_continuous_batching import M3ContinuousBatching  # noqa: E402
 from m4_paged_kv import M4PagedKV  # noqa: E402
+from m5_quantization import M5Quantization  # noqa: E402
+from m6_end_to_end import M6EndToEnd  # noqa: E402
 
-MILESTONES = (M1Reference, M2KVCache, M3ContinuousBatching, M4PagedKV)
+MILESTONES = (M1Reference, M2KVCache, M3ContinuousBatching, M4PagedKV, M5Quantization, M6EndToEnd)
 
 
 @unittest.skip(f"the acceptance suite waits for a complete engine; switch it on with {SWITCH}=1")

@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .backend import Backend, load_backend
-from .errors import RequestError, SchemaError
+from .errors import RequestError
 from .llama2c import find_llama2c, read_llama2c
 from .model import Model
 from .safetensors import read_safetensors
 from .schema import QuantizationConfig, SafetensorsWeights, Scenario, SeededWeights
 from .tokenizer import CharacterTokenizer, Tokenizer, read_llama2c_tokenizer
-from .weights import Weights, seeded_weights, weights_digest
+from .weights import Weights, check_digest, seeded_weights, weights_digest
 
 AS_IN_SCENARIO = "as in the scenario"
 
@@ -66,8 +66,5 @@ def scenario_weights(scenario: Scenario, source: SeededWeights | SafetensorsWeig
         weights: Weights = seeded_weights(scenario.model, source.seed)
     else:
         weights = read_safetensors(scenario.folder / source.path)
-    digest = weights_digest(weights)
-    if source.sha256 not in (None, digest):
-        raise SchemaError(f"the weights have sha256 {digest}, the scenario records {source.sha256}: another file, or "
-                          f"the generator changed", "/weights/sha256")
+    check_digest(weights, source.sha256)
     return weights

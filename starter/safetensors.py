@@ -95,10 +95,8 @@ _ENTRY = Record(_Entry, {
 })
 
 
-def _layout(header: object, data_size: int) -> list[tuple[str, _Entry]]:
+def _layout(header: Mapping[str, object], data_size: int) -> list[tuple[str, _Entry]]:
     """The tensors in the order of their data, which they cover exactly; SchemaError otherwise."""
-    if not isinstance(header, dict):
-        raise SchemaError("the header must be a JSON object")
     _METADATA.parse(header.get("__metadata__", {}), "/__metadata__")
     entries: list[tuple[str, _Entry]] = [
         (_NAME.parse(name, pointer("", name)), _ENTRY.parse(value, pointer("", name)))
@@ -132,14 +130,16 @@ def _header_size(prefix: bytes, file_size: int) -> int:
     return size
 
 
-def _parse_header(raw: bytes) -> object:
+def _parse_header(raw: bytes) -> dict[str, object]:
     if not raw.startswith(b"{"):
         raise SchemaError(f"the header must begin with '{{', not with {raw[:1]!r}")
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise SchemaError(f"the header is not UTF-8: {error.reason} at byte {error.start}") from None
-    return parse_json(text)
+    header = parse_json(text)
+    assert isinstance(header, dict)  # nothing else begins with "{"
+    return header
 
 
 # ----------------------------------------------------------------------------------------- reading and writing

@@ -107,7 +107,7 @@ class QuantizationConfig:
     symmetric: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or self.bits not in (8, 4):
+        if type(self.bits) is not int or self.bits not in (8, 4):
             raise QuantizationError(f"bits must be 8 or 4, not {self.bits!r}")
         size = self.group_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):

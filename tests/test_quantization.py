@@ -83,6 +83,14 @@ class ErrorBound(unittest.TestCase):
                 with self.subTest(seed=seed, bits=bits, symmetric=symmetric):
                     self.check(rows, bits, group_size, symmetric)
 
+    def test_half_a_step_at_the_bottom_leaves_the_top_covered(self) -> None:
+        """low / scale = 1/2 rounds to the even 0, so the grid begins and ends half a step below the group."""
+        for bits, steps in ((8, 255), (4, 15)):
+            for width in range(1, 40):
+                nearest = array("f", [width / steps])[0]  # as a float32, above or below the exact quotient
+                with self.subTest(bits=bits, width=width):
+                    self.check([[nearest / 2, nearest / 2 + width]], bits, None, False)
+
     def check(self, rows: list[list[float]], bits: int, group_size: int | None, symmetric: bool) -> None:
         q = quantized(rows, bits, group_size, symmetric)
         pairs = [pair for row, back in zip(rows, dequantize(q), strict=True)
@@ -393,6 +401,9 @@ class Document(unittest.TestCase):
                         {"scales": array("f", [math.nan])}, {"scales": array("f", [math.inf])}, {"bits": 2}):
             with self.subTest(changes=changes), self.assertRaises(QuantizationError):
                 dataclasses.replace(q, **changes)
+        for shape in ((0, 3), (3, 0)):
+            with self.subTest(shape=shape), self.assertRaisesRegex(QuantizationError, "at least 1 row and 1 column"):
+                QuantizedTensor(shape, 8, 2, True, array("f"), array("h"), b"")
 
 
 class BadInput(unittest.TestCase):
