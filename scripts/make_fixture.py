@@ -49,8 +49,8 @@ SCHEMA = ROOT / "fixtures" / "scenario.schema.json"
 MARGIN = 1e-3
 VARIETY = 4
 VOCABULARY = CharacterVocabulary("\n !',-.?abcdefghijklmnopqrstuvwxyz", ("<bos>", "<eos>"))
-MODEL = ModelConfig(vocab_size=36, width=48, layers=3, heads=6, kv_heads=2, ffn_width=128, max_context=128, tied_output=False,
-                    bos_token=0, eos_tokens=(1,))
+MODEL = ModelConfig(vocab_size=36, width=48, layers=3, heads=6, kv_heads=2, ffn_width=128, max_context=128,
+                    tied_output=False, bos_token=0, eos_tokens=(1,))
 ENGINE = EngineSettings(page_size=8, num_pages=20, budget_tokens=16, max_running=6)
 
 # (id, arrival step, prompt, max_tokens). Page size 8: "exact" prompts fill their pages, "across" ends one past a page.

@@ -218,6 +218,8 @@ class KVCacheManager:
         if not table.length <= token_count <= len(table.pages) * self.page_size:
             raise RequestError(f"{table.request_id} has {table.length} tokens and {len(table.pages)} pages of "
                                f"{self.page_size}; it cannot hold {token_count}")
+        if self._shared_among(table, table.length, token_count):
+            raise RequestError(f"{table.request_id} shares the page it would fill; reserve() the positions first")
         self._misses += token_count - table.length
         for i in range(table.length // self.page_size, self.pages_for(token_count)):
             self._fill_page(table.pages[i], min(self.page_size, token_count - i * self.page_size))
@@ -319,6 +321,8 @@ class KVCacheManager:
 
     def _shared_among(self, table: _Table, start: int, end: int) -> list[int]:
         """Indices in the block table of shared pages that positions start .. end - 1 fall into."""
+        if start >= end:
+            return []
         last = min(len(table.pages), self.pages_for(end))
         return [i for i in range(start // self.page_size, last) if self._refcounts[table.pages[i]] > 1]
 

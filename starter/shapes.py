@@ -376,14 +376,13 @@ def parse_json(text: str) -> object:
 def read_json(path: str | Path) -> object:
     """File -> plain JSON value. Every failure, a missing file included, is a SchemaError that names the file."""
     try:
-        size = Path(path).stat().st_size
-        if size > MAX_DOCUMENT_BYTES:
-            raise SchemaError(f"{path} has {size} bytes; at most {MAX_DOCUMENT_BYTES} are read")
-        text = Path(path).read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            raw = file.read(MAX_DOCUMENT_BYTES + 1)
+        text = raw.decode("utf-8")
     except OSError as error:
         raise SchemaError(f"cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:
-        if isinstance(error, SchemaError):
-            raise
         raise SchemaError(f"{path} is not UTF-8 text: {error}") from None
+    if len(raw) > MAX_DOCUMENT_BYTES:
+        raise SchemaError(f"{path} has more than the {MAX_DOCUMENT_BYTES} bytes that are read")
     return parse_json(text)

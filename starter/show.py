@@ -6,6 +6,7 @@ from starter.console import Console, Table
 from starter.engine import InferenceEngine
 from starter.metrics import Metrics, Summary
 from starter.play import Played, tokens_of
+from starter.scheduler import counted
 from starter.schema import EngineSettings, Request, Scenario, SeededWeights, TokenEvent
 from starter.tokenizer import CharacterTokenizer
 
@@ -132,7 +133,7 @@ def print_metrics(metrics: Metrics, clock: str, console: Console) -> None:
     """The metric table."""
     unit, scale = ("steps", 1.0) if clock == "virtual" else ("ms", 1000.0)
     rate = f", {metrics.tokens_per_second:.1f} tokens/s" if metrics.tokens_per_second and clock == "real" else ""
-    most = max(metrics.active_requests, default=0)
+    most = counted(max(metrics.active_requests, default=0), "request")
     empty = "-" if metrics.fragmentation_mean is None else (
         f"{metrics.fragmentation_mean:.1f} a step, at most {metrics.fragmentation_peak}")
     ended = ", ".join(f"{number} {reason}" for reason, number in metrics.finished.items())
@@ -142,7 +143,7 @@ def print_metrics(metrics: Metrics, clock: str, console: Console) -> None:
         ("time per output token", _summary(metrics.tpot, scale, unit)),
         ("output", f"{metrics.output_tokens} tokens in {metrics.steps} steps{rate}"),
         ("computed", f"{metrics.computed_tokens} positions, prompts and recomputation included"),
-        ("batch utilization", f"{_percent(metrics.batch_utilization)} of the budget, up to {most} requests in a step"),
+        ("batch utilization", f"{_percent(metrics.batch_utilization)} of the budget, up to {most} in a step"),
         ("KV pages", f"peak {metrics.kv_peak_pages} ({metrics.kv_peak_bytes:,} bytes), {metrics.kv_pages} in use now"),
         ("empty slots in pages", empty),
         ("preemptions", str(metrics.preemptions)),

@@ -26,7 +26,6 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -46,13 +45,16 @@ from .schema import (
     ScenarioEvent,
     SeededWeights,
 )
-from .shapes import Choice, Integer, ListOf, Nullable, Number, Record, Shape, parse_json
+from .shapes import Choice, Integer, ListOf, Nullable, Number, Shape
+from .traces import BLOCK, read_trace
 
 DEFAULT_VOCABULARY = CharacterVocabulary("\n !',-.0123456789?abcdefghijklmnopqrstuvwxyz", ("<bos>", "<eos>"))
 DEFAULT_MODEL = ModelConfig(vocab_size=46, width=32, layers=2, heads=4, kv_heads=2, ffn_width=64, max_context=256,
                             bos_token=0, eos_tokens=(1,))
 ARRIVALS = ("steady", "poisson", "bursty")
 LENGTHS = ("short", "long", "mixed", "long-tailed")
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
+MAX_STEP = 1_000_000_000  # of an arrival, as in scenario files
 _SHARE = Number(0.0, 1.0)
 
 
@@ -83,7 +85,7 @@ class Workload:
     prefix_tokens: int = 16
     cancel_share: float = 0.0
     sample_share: float = 0.0
-    sampling: SamplingParams = SamplingParams(temperature=0.8, top_p=0.95)
+    sampling: SamplingParams = SAMPLED
     tokens: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
@@ -92,7 +94,7 @@ class Workload:
 
         shapes: dict[str, Shape] = {
             "seed": Integer(0, 2**63 - 1), "requests": Integer(0, 100_000),
-            "arrivals": _named(self.arrivals, ARRIVALS, ListOf(Integer(0, 10**9))),
+            "arrivals": _named(self.arrivals, ARRIVALS, ListOf(Integer(0, MAX_STEP))),
             "rate": Number(1e-3, 1e6), "burst": Integer(1, 100_000),
             "prompt": _named(self.prompt, LENGTHS, span(1)), "output": _named(self.output, LENGTHS, span(1)),
             "prefix_share": _SHARE, "prefix_tokens": Integer(0, MAX_CONTEXT),
@@ -120,7 +122,7 @@ class _Draw:
         self.uniform = random.Random(int.from_bytes(digest, "big")).random
 
     def below(self, n: int) -> int:
-        """0 .. n - 1, equally likely."""
+        """0 .. n - 1, equally likely. (The product rounds to less than n.)"""
         return int(self.uniform() * n)
 
     def chance(self, probability: float) -> bool:
@@ -142,9 +144,9 @@ class _Draw:
 
 
 def generate_requests(workload: Workload, model: ModelConfig) -> tuple[tuple[Request, ...], tuple[ScenarioEvent, ...]]:
-    """Requests "r1", "r2", ... by arrival step, and cancels by step. All fit the model's context. O(tokens)."""
-    prompts, outputs, prefixes, samples, cancels = (
-        _Draw(workload.seed, aspect) for aspect in ("prompt lengths", "output lengths", "prefixes", "samples", "cancels"))
+    """Requests "r1", "r2", ..., which all fit the model's context, and cancels by step. O(tokens)."""
+    aspects = ("prompt lengths", "output lengths", "prefixes", "samples", "cancels")
+    prompts, outputs, prefixes, samples, cancels = (_Draw(workload.seed, aspect) for aspect in aspects)
     allowed = _allowed_tokens(model, workload.tokens)
     prefix = _draw_tokens(workload.seed, "prefix", allowed, workload.prefix_tokens)
     requests, events = [], []
@@ -183,11 +185,10 @@ def _draw_length(draw: _Draw, lengths: str | Sequence[int], max_context: int) ->
         return min(half, int(max(1, half // 32) / (1.0 - number)))
     if lengths == "mixed":
         lengths = "long" if pick < 0.25 else "short"
-    if lengths == "short":
-        lengths = (1, max(1, half // 16))
-    elif lengths == "long":
-        lengths = (max(1, half // 2), half)
-    low, high = map(int, lengths)
+    if isinstance(lengths, str):
+        low, high = (1, max(1, half // 16)) if lengths == "short" else (max(1, half // 2), half)
+    else:
+        low, high = lengths
     return low + int(number * (high - low + 1))
 
 
@@ -228,93 +229,37 @@ def generate_scenario(workload: Workload, model: ModelConfig = DEFAULT_MODEL,
                     requests, description=f"drawn by {workload}"[:1_000], engine=engine, events=events)
 
 
-# ------------------------------------------------------------------------------------------- public traces
-
-AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
-_AZURE_ROW = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d{1,9})?,(\d{1,7}),(\d{1,7})", re.ASCII)
-_BLOCK = 512  # prompt tokens that one of Mooncake's hash ids stands for
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A request as Mooncake's trace (Qin et al. 2025) writes it: milliseconds, lengths, an id for each prompt block."""
-
-    timestamp: Fraction | int
-    input_length: int
-    output_length: int
-    hash_ids: Sequence[int]
-
-    def __post_init__(self) -> None:
-        if len(self.hash_ids) * _BLOCK < self.input_length:
-            raise SchemaError(f"{len(self.hash_ids)} ids for {self.input_length} tokens; one for {_BLOCK} tokens is wanted",
-                              "/hash_ids")
-
-
-_LENGTH = Integer(0, 9_999_999)
-_MOONCAKE_ROW = Record(_Row, {"timestamp": Integer(0, 2**53), "input_length": _LENGTH, "output_length": _LENGTH,
-                              "hash_ids": ListOf(Integer(0, 2**63 - 1))})
-
-
 def requests_from_trace(path: str | Path, model: ModelConfig, *, divide_lengths: int = 64, step_seconds: float = 0.1,
                         limit: int | None = None, seed: int = 0) -> tuple[Request, ...]:
     """The first ``limit`` requests of a trace, at most, made small enough for this model; say so beside every number.
 
-    Azure LLM inference trace 2023 (CSV, Patel et al. 2024) or Mooncake (JSON Lines). Lengths are divided, at least 1,
-    and cut to the context; ``step_seconds`` of the trace are one step. Traces hold no text: tokens are drawn, equal
-    for equal Mooncake ids, so that prompts share the prefixes they shared. One SchemaError, naming file and line, for
-    anything malformed.
+    Lengths are divided, at least 1, and cut to the context; ``step_seconds`` of the trace are one step. Traces hold no
+    text: tokens are drawn, equal for equal blocks, so that prompts share the prefixes they shared. SchemaError as
+    ``read_trace``.
     """
     Integer(1, 1_000_000).parse(divide_lengths, "/divide_lengths")
     Number(1e-6, 1e6).parse(step_seconds, "/step_seconds")
     Nullable(Integer(1)).parse(limit, "/limit")
-    rows = _read_trace(path, limit)
+    rows = read_trace(path, limit)
     allowed = _allowed_tokens(model, None)
 
-    @lru_cache(maxsize=65_536)
+    @lru_cache(maxsize=4_096)
     def block(hash_id: int) -> list[int]:
-        return _draw_tokens(seed, f"block {hash_id}", allowed, -(-_BLOCK // divide_lengths))
+        return _draw_tokens(seed, f"block {hash_id}", allowed, -(-BLOCK // divide_lengths))
 
     start, step = min(row.timestamp for row in rows), 1000 * Fraction(str(step_seconds))
     requests = []
     for i, row in enumerate(rows, 1):
-        length, max_tokens = _fit(max(1, row.input_length // divide_lengths), max(1, row.output_length // divide_lengths),
-                                  model.max_context)
-        # Token i stands for the trace's token i * divide_lengths, and lies in that one's block.
-        places = [divmod(at * divide_lengths, _BLOCK) for at in range(length)]
+        prompt, output = max(1, row.input_length // divide_lengths), max(1, row.output_length // divide_lengths)
+        length, max_tokens = _fit(prompt, output, model.max_context)
+        # Token j stands for the trace's token j * divide_lengths, and lies in that one's block.
+        places = [divmod(j * divide_lengths, BLOCK) for j in range(length)]
         tokens = [block(row.hash_ids[which])[offset // divide_lengths] for which, offset in places]
         requests.append(Request(f"r{i}", tokens, max_tokens, float((row.timestamp - start) // step)))
+    if (last := max(request.arrival for request in requests)) > MAX_STEP:
+        raise SchemaError(f"a request arrives at step {last:.0f}; at most {MAX_STEP} is allowed; let a step be longer",
+                          "/step_seconds")
     return tuple(requests)
-
-
-def _read_trace(path: str | Path, limit: int | None) -> list[_Row]:
-    rows: list[_Row] = []
-    number, azure = 0, False
-    try:
-        with open(path, "rb") as file:
-            for number, raw in enumerate(file, 1):
-                line = raw.decode("utf-8").strip()
-                if number == 1 and line == AZURE_HEADER:
-                    azure = True
-                elif line:
-                    rows.append(_azure_row(line, number) if azure else _MOONCAKE_ROW.parse(parse_json(line), ""))
-                if len(rows) == limit:
-                    break
-    except OSError as error:
-        raise SchemaError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError as error:  # a SchemaError, or text that is not UTF-8, or a date that does not exist
-        raise SchemaError(f"{path}, line {number}: {getattr(error, 'problem', error)}", getattr(error, "path", "")) from None
-    if not rows:
-        raise SchemaError(f"{path} holds no request; wanted is CSV under {AZURE_HEADER}, or Mooncake's JSON Lines")
-    return rows
-
-
-def _azure_row(line: str, number: int) -> _Row:
-    if not (match := _AZURE_ROW.fullmatch(line)):
-        raise SchemaError(f"not of the form {AZURE_HEADER}, as in 2023-11-16 18:17:03.9799600,4808,10")
-    second, fraction, prompt, output = match.groups()
-    milliseconds = (datetime.fromisoformat(second) - datetime.min) // timedelta(milliseconds=1)
-    ids = range(number << 20, (number << 20) + int(prompt) // _BLOCK + 1)  # this row's own: nothing is shared
-    return _Row(milliseconds + 1000 * Fraction(f"0{fraction or '.0'}"), int(prompt), int(output), ids)
 
 
 # -------------------------------------------------------------------------------------------- command line
@@ -327,7 +272,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _name_or_numbers(text: str) -> str | tuple[int, ...]:
     """"long" -> "long"; "3,8" -> (3, 8)."""
-    return text if text[:1].isalpha() else tuple(map(int, text.split(",")))
+    return tuple(map(int, text.split(","))) if re.fullmatch(r"[0-9]+(,[0-9]+)*", text) else text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -335,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="python3 -m starter.workload", allow_abbrev=False, argument_default=argparse.SUPPRESS,
                      description="Print a scenario with requests drawn from a seed.")
     options: dict[str, tuple[Callable[[str], object], str]] = {
-        "seed": (int, ""), "requests": (int, "how many"),
+        "seed": (int, "of all draws"), "requests": (int, "how many"),
         "arrivals": (_name_or_numbers, f"{', '.join(ARRIVALS)}, or the step of each: 0,0,3"),
         "rate": (float, "mean requests a step"), "burst": (int, "requests in a burst"),
         "prompt": (_name_or_numbers, f"length: {', '.join(LENGTHS)}, or least and most: 5,20"),
@@ -343,13 +288,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "prefix-share": (float, "share of prompts with a common prefix"), "prefix-tokens": (int, "its length"),
         "cancel-share": (float, "share that is cancelled"), "sample-share": (float, "share that is sampled"),
     }
-    settings = ("page-size", "num-pages", "budget-tokens", "max-running")
+    settings = {"page-size": "page_size", "num-pages": "num_pages",
+                "budget": "budget_tokens", "max-running": "max_running"}
     for name, (kind, text) in options.items():
         parser.add_argument(f"--{name}", type=kind, help=text)
-    for name in settings:
-        parser.add_argument(f"--{name}", type=int, help="engine setting; drawn if not given")
+    for name, setting in settings.items():
+        parser.add_argument(f"--{name}", type=int, dest=setting, metavar="N", help="engine setting; drawn if not given")
     given = vars(parser.parse_args(arguments))
-    engine = {name: given.pop(name) for name in [s.replace("-", "_") for s in settings] if name in given}
+    engine = {setting: given.pop(setting) for setting in settings.values() if setting in given}
     try:
         print(generate_scenario(Workload(**given), **engine).to_json(), end="")
     except SchemaError as error:

@@ -1,0 +1,401 @@
+"""Pages: conservation, all or nothing, isolation, stale handles, page boundaries, counters."""
+
+from __future__ import annotations
+
+import random
+import unittest
+from collections import Counter
+from math import inf, nan
+
+from starter.cpu_backend import CpuKVStore
+from starter.errors import CapacityError, EngineError, OutOfPagesError, RequestError, StaleHandleError
+from starter.kv_cache import KVCacheManager, KVHandle, PlainStore
+
+Token = tuple[list[float], list[float]]
+
+
+def token(generator: random.Random, width: int = 2) -> Token:
+    return [generator.random() for _ in range(width)], [generator.random() for _ in range(width)]
+
+
+def fill(kv: KVCacheManager, handle: KVHandle, tokens: list[Token]) -> None:
+    for key, value in tokens:
+        kv.append(handle, key, value)
+
+
+def contents(kv: KVCacheManager, handle: KVHandle) -> list[Token]:
+    return [(list(key), list(value)) for key, value in (kv.read(handle, i) for i in range(kv.length(handle)))]
+
+
+def picture(kv: KVCacheManager, handles) -> object:
+    """Everything that can be observed: tables, counts, stored numbers."""
+    tables = [(handle, kv.pages(handle), contents(kv, handle)) for handle in handles]
+    return tables, [kv.page(page) for page in range(kv.total_pages)], kv.free_pages, kv.stats()
+
+
+class Mirror:
+    """Plain lists that must stay equal to what the manager stores, and a count of pages made by walking the tables."""
+
+    def __init__(self, test: unittest.TestCase, kv: KVCacheManager) -> None:
+        self.test, self.kv = test, kv
+        self.stored: dict[KVHandle, list[Token]] = {}
+        self.released: list[KVHandle] = []
+        self.peak = 0
+
+    def check(self) -> None:
+        kv, equal = self.kv, self.test.assertEqual
+        kv.check()
+        users: dict[int, list[str]] = {}
+        filled: Counter[int] = Counter()
+        for handle, tokens in self.stored.items():
+            equal(contents(kv, handle), tokens)
+            for i, page in enumerate(kv.pages(handle)):
+                users.setdefault(page, []).append(handle.request_id)
+                filled[page] = max(0, min(kv.page_size, len(tokens) - i * kv.page_size))
+        equal(kv.free_pages + len(users), kv.total_pages)
+        for page in range(kv.total_pages):
+            info, mine = kv.page(page), users.get(page, [])
+            equal((info.refcount, sorted(info.users), info.state), (len(mine), sorted(mine), "used" if mine else "free"))
+        stats = kv.stats()
+        equal(stats.internal_fragmentation, len(users) * kv.page_size - sum(filled.values()))
+        equal(stats.allocations - stats.releases, len(self.stored))
+        self.peak = max(self.peak, len(users))
+        equal((stats.peak_pages, stats.peak_bytes), (self.peak, self.peak * kv.store.page_bytes))
+
+
+class RandomOperations(unittest.TestCase):
+    def play(self, seed: int) -> Counter[str]:
+        """120 random operations on a pool that is often full, each compared with the mirror."""
+        dice = random.Random(seed)
+        page_size, num_pages = dice.randint(1, 5), dice.randint(1, 12)
+        store = CpuKVStore(1, 1, 2, num_pages, page_size) if seed % 2 else None
+        kv = KVCacheManager(num_pages, page_size, width=2, store=store)
+        mirror, seen = Mirror(self, kv), Counter[str]()
+        for number in range(120):
+            operation = dice.choice(("allocate", "append", "append", "append", "reserve", "fork", "release", "stale"))
+            before = picture(kv, mirror.stored)
+            try:
+                self.operate(dice, mirror, operation, f"r{number}")
+                seen[operation] += 1
+            except OutOfPagesError:
+                self.assertEqual(picture(kv, mirror.stored), before)
+                seen["out of pages"] += 1
+            mirror.check()
+        for handle in [*mirror.stored]:
+            kv.release(handle)
+        self.assertEqual((kv.free_pages, kv.internal_fragmentation()), (num_pages, 0))
+        pages = kv.pages(kv.allocate("all", num_pages * page_size))
+        self.assertEqual(sorted(pages), list(range(num_pages)))  # the free list holds every page once
+        return seen
+
+    def operate(self, dice: random.Random, mirror: Mirror, operation: str, name: str) -> None:
+        kv, stored = mirror.kv, mirror.stored
+        if operation == "stale":
+            for handle in mirror.released[-3:]:
+                for use in (kv.length, kv.pages, kv.release, lambda h: kv.append(h, [1, 1], [1, 1]),
+                            lambda h: kv.read(h, 0), lambda h: kv.fork(h, "x"), lambda h: kv.reserve(h, 1),
+                            lambda h: kv.commit(h, 0)):
+                    self.assertRaises(StaleHandleError, use, handle)
+        elif operation == "allocate" or not stored:
+            stored[kv.allocate(name, dice.randint(0, kv.page_size * min(3, kv.total_pages)))] = []
+        else:
+            handle = dice.choice([*stored])
+            if operation == "append":
+                key, value = token(dice)
+                kv.append(handle, key, value)
+                stored[handle].append(([*key], [*value]))
+                key[0] = value[0] = 99.0  # the caller's lists are the caller's
+            elif operation == "reserve":
+                kv.reserve(handle, len(stored[handle]) + dice.randint(-2, 2 * kv.page_size))
+            elif operation == "fork":
+                stored[kv.fork(handle, name)] = list(stored[handle])
+            else:
+                kv.release(handle)
+                mirror.released.append(handle)
+                del stored[handle]
+
+    def test_conservation_isolation_and_all_or_nothing_after_every_call(self) -> None:
+        seen: Counter[str] = Counter()
+        for seed in range(60):
+            with self.subTest(seed=seed):
+                seen += self.play(seed)
+        for operation in ("allocate", "append", "reserve", "fork", "release", "stale", "out of pages"):
+            self.assertGreater(seen[operation], 100, operation)  # the test tests what it says
+
+
+class Conservation(unittest.TestCase):
+    """After every call, returned or raised, free pages + pages in block tables = total; check() proves it."""
+
+    def test_check_gives_a_full_account_of_any_damage(self) -> None:
+        def free_twice(kv): kv._free.append(kv._free[0])
+        def free_and_used(kv): kv._free.append(kv.pages(self.handle)[0])
+        def lost(kv): kv._free.pop()
+        def counted_twice(kv): kv._refcounts[kv.pages(self.handle)[0]] += 1
+        def listed_twice(kv): kv._table(self.handle).pages[1] = kv._table(self.handle).pages[0]
+        def too_long(kv): kv._table(self.handle).length = 99
+        def wrong_fill(kv): kv._fill[kv.pages(self.handle)[0]] -= 1
+
+        for damage, account in ((free_twice, "free 2 times"), (free_and_used, "free and used"), (lost, "neither"),
+                                (counted_twice, "refcount 2, listed by 1"), (listed_twice, "twice"),
+                                (too_long, "99 tokens in 2 pages"), (wrong_fill, "counted")):
+            with self.subTest(damage=damage.__name__):
+                kv = KVCacheManager(4, 4)
+                self.handle = kv.allocate("r1", 8)
+                fill(kv, self.handle, [([1.0], [1.0])] * 6)
+                kv.check()
+                damage(kv)
+                with self.assertRaisesRegex(EngineError, account):
+                    kv.check()
+
+    def test_a_second_release_frees_nothing(self) -> None:
+        """K006"""
+        kv = KVCacheManager(4, 4)
+        first, second = kv.allocate("a", 8), kv.allocate("b", 8)
+        kv.release(first)
+        for _ in range(2):
+            self.assertRaises(StaleHandleError, kv.release, first)
+            self.assertEqual(kv.free_pages, 2)
+        kv.check()
+        third = kv.allocate("c", 8)
+        self.assertFalse(set(kv.pages(second)) & set(kv.pages(third)))
+
+    def test_a_page_of_two_owners_is_freed_once(self) -> None:
+        """K007, K101"""
+        kv = KVCacheManager(6, 2)
+        parent = kv.allocate("parent", 4)
+        fill(kv, parent, [([float(i)], [0.0]) for i in range(4)])
+        children = [kv.fork(parent, f"child{i}") for i in range(3)]
+        self.assertEqual((kv.free_pages, kv.stats().peak_pages), (4, 2))
+        for handle, free in ((children[0], 4), (parent, 4), (children[2], 4), (children[1], 6)):
+            kv.release(handle)
+            self.assertEqual(kv.free_pages, free)
+            kv.check()
+        new = [kv.pages(kv.allocate(f"new{i}", 4)) for i in range(3)]
+        self.assertEqual(len({page for pages in new for page in pages}), 6)
+
+
+class AllOrNothing(unittest.TestCase):
+    """A call that raises OutOfPagesError has changed no table, no count and no stored number."""
+
+    def test_allocate_reserve_append_and_copy_on_write(self) -> None:
+        kv = KVCacheManager(4, 2)
+        parent = kv.allocate("parent", 0)
+        fill(kv, parent, [([float(i)], [-float(i)]) for i in range(5)])
+        child = kv.fork(parent, "child")  # 3 pages, the last one partly filled; 1 page is free
+        before = picture(kv, (parent, child))
+        for attempt in (lambda: kv.allocate("new", 3), lambda: kv.reserve(child, 7), lambda: kv.reserve(parent, 9)):
+            self.assertRaises(OutOfPagesError, attempt)
+            self.assertEqual(picture(kv, (parent, child)), before)
+        kv.allocate("last", 1)
+        before = picture(kv, (parent, child))
+        self.assertRaises(OutOfPagesError, kv.append, child, [9.0], [9.0])  # the copy needs a page
+        self.assertEqual(picture(kv, (parent, child)), before)
+
+    def test_a_store_that_fails_to_copy_leaves_both_tables_as_they_were(self) -> None:
+        class Failing(PlainStore):
+            broken = True
+
+            def copy_page(self, source: int, target: int) -> None:
+                if self.broken:
+                    raise OSError("copy failed")
+                super().copy_page(source, target)
+
+        store = Failing(2, 1)
+        kv = KVCacheManager(8, 2, store=store)
+        parent = kv.allocate("parent", 4)
+        fill(kv, parent, [([1.0], [1.0])])
+        child = kv.fork(parent, "child")
+        tables = [(kv.pages(handle), contents(kv, handle)) for handle in (parent, child)]
+        users = [kv.page(page) for page in range(8)]
+        self.assertRaises(OSError, kv.append, child, [3.0], [3.0])
+        kv.check()
+        self.assertEqual([(kv.pages(handle), contents(kv, handle)) for handle in (parent, child)], tables)
+        self.assertEqual((kv.free_pages, [kv.page(page) for page in range(8)]), (6, users))
+        store.broken = False
+        kv.append(child, [3.0], [3.0])
+        self.assertEqual(contents(kv, child), [([1.0], [1.0]), ([3.0], [3.0])])
+        self.assertEqual(contents(kv, parent), [([1.0], [1.0])])
+
+    def test_what_no_pool_state_could_hold_is_another_error(self) -> None:
+        kv = KVCacheManager(3, 4)
+        self.assertEqual(len(kv.pages(kv.allocate("all", 12))), 3)
+        with self.assertRaisesRegex(CapacityError, "13 tokens need 4 pages of 4; the pool has 3"):
+            kv.allocate("more", 13)
+        self.assertRaises(OutOfPagesError, kv.allocate, "later", 1)
+
+
+class Isolation(unittest.TestCase):
+    """A slot is written only while its page is in exactly one table; a shared page is copied first."""
+
+    def test_forks_diverge_and_survive_each_other(self) -> None:
+        """K010, K011: page 4, 6 tokens: the tail page is private to each writer, the full page stays shared."""
+        for release_first in (False, True):
+            with self.subTest(release_first=release_first):
+                kv = KVCacheManager(8, 4)
+                a = kv.allocate("a", 6)
+                prompt = [([float(i)], [i + 0.5]) for i in range(6)]
+                fill(kv, a, prompt)
+                b, c = kv.fork(a, "b"), kv.fork(a, "c")
+                if release_first:
+                    kv.release(a)
+                for name, handle in (("b", b), ("c", c)):
+                    fill(kv, handle, [([ord(name) + i], [-i]) for i in range(3)])
+                    kv.check()
+                self.assertEqual(kv.pages(b)[0], kv.pages(c)[0])
+                self.assertNotEqual(kv.pages(b)[1], kv.pages(c)[1])
+                kv.release(b)
+                self.assertEqual(contents(kv, c), prompt + [([99.0 + i], [-float(i)]) for i in range(3)])
+                if not release_first:
+                    self.assertEqual(contents(kv, a), prompt)
+                    self.assertEqual(kv.stats().copies, 2)
+                else:
+                    self.assertEqual(kv.stats().copies, 1)  # the last user writes in place
+
+    def test_nothing_is_copied_unless_it_would_be_written(self) -> None:
+        kv = KVCacheManager(8, 4)
+        parent = kv.allocate("parent", 6)
+        fill(kv, parent, [([1.0], [1.0])] * 6)
+        child = kv.fork(parent, "child")
+        for token_count in (0, 3, 6):
+            kv.reserve(child, token_count)
+            self.assertEqual((kv.pages(child), kv.stats().copies), (kv.pages(parent), 0))
+        kv.reserve(child, 7)
+        self.assertEqual(kv.stats().copies, 1)
+        aligned = kv.allocate("aligned", 4)
+        fill(kv, aligned, [([1.0], [1.0])] * 4)
+        other = kv.fork(aligned, "other")
+        kv.append(other, [2.0], [2.0])  # begins a page of its own: K011 at the boundary
+        self.assertEqual((kv.pages(other)[0], kv.stats().copies), (kv.pages(aligned)[0], 1))
+
+    def test_reserved_empty_pages_are_not_shared(self) -> None:
+        kv = KVCacheManager(8, 4)
+        parent = kv.allocate("parent", 16)
+        fill(kv, parent, [([1.0], [1.0])] * 5)
+        child = kv.fork(parent, "child")
+        self.assertEqual(kv.pages(child), kv.pages(parent)[:2])
+
+    def test_commit_refuses_what_was_not_reserved(self) -> None:
+        kv = KVCacheManager(8, 4)
+        parent = kv.allocate("parent", 8)
+        fill(kv, parent, [([1.0], [1.0])] * 5)
+        child = kv.fork(parent, "child")
+        for count in (4, 9, 6):  # less than stored; more than reserved; in a page that the parent still reads
+            with self.subTest(count=count):
+                self.assertRaises(RequestError, kv.commit, child, count)
+                kv.check()
+        kv.reserve(child, 6)
+        kv.commit(child, 6)
+        kv.check()
+
+
+class StaleHandles(unittest.TestCase):
+    """A released or foreign handle reaches nothing: StaleHandleError."""
+
+    def test_foreign_and_made_up_handles(self) -> None:
+        mine, other = KVCacheManager(4, 4), KVCacheManager(4, 4)
+        mine.allocate("r", 4)
+        for foreign in (other.allocate("r", 4), KVHandle("r", -1), KVHandle("r", 0), None, 0, "r"):
+            with self.subTest(handle=foreign):
+                for use in (mine.length, mine.pages, mine.release, lambda h: mine.read(h, 0)):
+                    self.assertRaises(StaleHandleError, use, foreign)
+        mine.check()
+        self.assertEqual((mine.free_pages, other.free_pages), (3, 3))
+
+    def test_owns(self) -> None:
+        mine, other = KVCacheManager(4, 4), KVCacheManager(4, 4)
+        handle = mine.allocate("r", 4)
+        self.assertTrue(mine.owns(handle))
+        self.assertFalse(other.owns(handle))
+        mine.release(handle)
+        self.assertFalse(mine.owns(handle))
+
+
+class PageBoundaries(unittest.TestCase):
+    def test_the_last_slot_of_a_page_needs_no_new_page(self) -> None:
+        """K016: page 4 and no free page: the 4th token fits, the 5th does not and changes nothing."""
+        kv = KVCacheManager(1, 4)
+        handle = kv.allocate("r", 3)
+        fill(kv, handle, [([float(i)], [0.0]) for i in range(3)])
+        self.assertEqual(kv.free_pages, 0)
+        kv.append(handle, [3.0], [0.0])
+        before = picture(kv, [handle])
+        self.assertRaises(OutOfPagesError, kv.append, handle, [4.0], [0.0])
+        self.assertEqual(picture(kv, [handle]), before)
+
+    def test_pages_used_are_tokens_over_page_size_rounded_up(self) -> None:
+        """K017"""
+        for size in (1, 2, 3, 4, 16):
+            for length in {max(1, size - 1), size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1}:
+                kv = KVCacheManager(8 * size, size)
+                handle = kv.allocate("r", length)
+                self.assertEqual(len(kv.pages(handle)), (length + size - 1) // size)
+                for stored in range(1, length + size + 2):
+                    kv.append(handle, [float(stored)], [0.0])
+                    expected = (max(length, stored) + size - 1) // size
+                    self.assertEqual((len(kv.pages(handle)), kv.length(handle)), (expected, stored))
+
+    def test_read_outside_what_was_appended(self) -> None:
+        kv = KVCacheManager(4, 4)
+        handle = kv.allocate("r", 8)
+        self.assertRaises(IndexError, kv.read, handle, 0)
+        kv.append(handle, [nan], [-inf])  # any float is stored as it is
+        self.assertEqual(str(kv.read(handle, 0)), "([nan], [-inf])")
+        for position in (1, 7, -1, 10**9):
+            self.assertRaises(IndexError, kv.read, handle, position)
+
+    def test_zero_tokens_open_an_empty_table(self) -> None:
+        kv = KVCacheManager(1, 4)
+        handle, other = kv.allocate("r", 0), kv.allocate("r", 0)  # ids may repeat, handles do not
+        self.assertNotEqual(handle, other)
+        self.assertEqual((kv.pages(handle), kv.free_pages), ((), 1))
+        kv.release(handle)
+        kv.append(other, [1.0], [1.0])
+        kv.check()
+
+
+class Arguments(unittest.TestCase):
+    def test_wrong_arguments_are_refused_and_change_nothing(self) -> None:
+        for wrong in (0, -1, True, 2.0, "4", None):
+            for name in ("num_pages", "page_size", "width"):
+                with self.subTest(name=name, wrong=wrong), self.assertRaisesRegex(RequestError, name):
+                    KVCacheManager(**{"num_pages": 4, "page_size": 4, "width": 1, name: wrong})
+        kv = KVCacheManager(4, 4, width=2)
+        handle = kv.allocate("r", 4)
+        before = picture(kv, [handle])
+        for wrong in (-1, True, 1.0, "1", None):
+            self.assertRaises(RequestError, kv.allocate, "x", wrong)
+        for key, value in (([1.0], [1.0, 2.0]), ([1.0, 2.0], [1.0]), ([], []), ([1.0] * 3, [1.0] * 3)):
+            self.assertRaises(RequestError, kv.append, handle, key, value)
+        for page in (-1, 4):
+            self.assertRaises(RequestError, kv.page, page)
+        self.assertEqual(picture(kv, [handle]), before)
+        self.assertRaisesRegex(RequestError, "prefix sharing", KVCacheManager, 4, 4, prefix_sharing=True)
+
+    def test_the_observer_is_told_of_every_change_to_a_table(self) -> None:
+        told = []
+        kv = KVCacheManager(4, 2, observer=lambda *change: told.append(change))
+        parent = kv.allocate("parent", 3)
+        fill(kv, parent, [([1.0], [1.0])] * 3)
+        first, second = kv.pages(parent)
+        child = kv.fork(parent, "child")
+        fill(kv, child, [([2.0], [2.0])] * 2)
+        _, copy, added = kv.pages(child)
+        kv.release(parent)
+        kv.release(child)
+        self.assertEqual(told, [
+            ("allocate", "parent", (first, second)), ("share", "child", (first, second)),
+            ("copy", "child", (second, copy)), ("allocate", "child", (added,)),
+            ("release", "parent", (first, second)), ("release", "child", (first, copy, added))])
+
+    def test_hits_and_misses_count_tokens(self) -> None:
+        kv = KVCacheManager(4, 2)
+        parent = kv.allocate("parent", 3)
+        fill(kv, parent, [([1.0], [1.0])] * 3)
+        child = kv.fork(parent, "child")
+        fill(kv, child, [([1.0], [1.0])])
+        stats = kv.stats()
+        self.assertEqual((stats.hits, stats.misses, stats.copies, stats.allocations), (3, 4, 1, 2))
+
+
+if __name__ == "__main__":
+    unittest.main()

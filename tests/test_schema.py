@@ -1,0 +1,509 @@
+"""Scenarios: what loads, what is refused and where the error points, the way back to JSON, the JSON Schema."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import io
+import json
+import math
+import random
+import re
+import tempfile
+import unittest
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from starter.errors import CapacityError, QuantizationError, RequestError, SchemaError
+from starter.schema import (
+    EngineSettings,
+    Golden,
+    ModelConfig,
+    QuantizationConfig,
+    Request,
+    SamplingParams,
+    Scenario,
+    compact_json,
+    load_scenario,
+    main,
+    parse_scenario,
+    scenario_json_schema,
+)
+from tests.extras import needs
+from tests.paths import FIXTURE, ROOT
+
+SCHEMA = ROOT / "fixtures" / "scenario.schema.json"
+# Every key, none null.
+DOCUMENT: dict[str, Any] = {
+    "version": 1, "name": "all", "description": "h\u00e9",
+    "model": {"vocab_size": 5, "width": 8, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_width": 6, "max_context": 9,
+              "rope_theta": 100.5, "norm_eps": 0.5, "tied_output": False, "bos_token": 0, "eos_tokens": [1]},
+    "weights": {"source": "seeded", "seed": 3, "sha256": "f" * 64},
+    "tokenizer": {"characters": "abc", "specials": ["<b>", "<e>"]},
+    "engine": {"page_size": 2, "num_pages": 9, "kv_budget_bytes": 1000, "budget_tokens": 4, "max_running": 2,
+               "batching": "static", "policy": "fcfs", "preemption": "recompute", "prefix_sharing": True,
+               "use_cache": False, "kv_quantization": "int8", "seed": 5},
+    "quantization": {"bits": 4, "group_size": 4, "symmetric": False},
+    "requests": [{"request_id": "a/b", "prompt_tokens": [2, 3], "max_tokens": 4, "arrival": 1.5, "priority": -1,
+                  "sampling": {"temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.25, "seed": 3},
+                  "stop_tokens": [4], "cache_salt": "s"},
+                 {"request_id": "c", "prompt_tokens": [4], "max_tokens": 8}],
+    "events": [{"step": 3, "cancel": "c"}],
+    "golden": {"tokens": {"a/b": [2, 3]}, "smallest_margin": 0.125, "made_by": "hand"},
+}
+SMALLEST: dict[str, Any] = {
+    "version": 1, "name": "small", "weights": {"source": "safetensors", "path": "w"},
+    "model": {key: DOCUMENT["model"][key] for key in ("vocab_size", "width", "layers", "heads", "kv_heads", "ffn_width", "max_context")},
+    "tokenizer": {"characters": "abcde"}, "requests": [{"request_id": "r", "prompt_tokens": [0], "max_tokens": 0}],
+}
+Place = tuple[Any, ...]  # the keys on the way to a value
+
+
+def places(value: object, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Every value of a document."""
+    yield place, value
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(item, (*place, key))
+
+
+def pointer(place: Place) -> str:
+    return "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in place)
+
+
+def get(document: Any, place: Place) -> Any:
+    for key in place:
+        document = document[key]
+    return document
+
+
+def edited(place: Place, value: object, document: dict[str, Any] = DOCUMENT) -> dict[str, Any]:
+    """A copy with one value replaced or added."""
+    document = copy.deepcopy(document)
+    get(document, place[:-1])[place[-1]] = value
+    return document
+
+
+def without(place: Place, document: dict[str, Any] = DOCUMENT) -> dict[str, Any]:
+    document = copy.deepcopy(document)
+    del get(document, place[:-1])[place[-1]]
+    return document
+
+
+def text_with(place: Place, raw: str) -> str:
+    """The document's JSON text with ``raw`` in the place of one value."""
+    mark = "@@@"
+    return json.dumps(edited(("whole", *place), mark, {"whole": DOCUMENT})["whole"] if place else mark).replace(f'"{mark}"', raw)
+
+
+class Case(unittest.TestCase):
+    def refused(self, document: object, path: str, *words: str) -> None:
+        text = document if isinstance(document, str) else json.dumps(document)
+        with self.assertRaises(SchemaError) as caught:
+            parse_scenario(text)
+        self.assertEqual(caught.exception.path, path, str(caught.exception))
+        for word in words:
+            self.assertIn(word, str(caught.exception))
+
+
+class RoundTripTest(Case):
+    def test_every_key_arrives(self) -> None:
+        scenario = parse_scenario(json.dumps(DOCUMENT))
+        self.assertEqual(scenario.model, ModelConfig(5, 8, 1, 4, 2, 6, 9, 100.5, 0.5, False, 0, (1,)))
+        self.assertEqual((scenario.model.head_width, scenario.model.kv_width), (2, 4))
+        self.assertEqual(scenario.engine, EngineSettings(2, 9, 1000, 4, 2, "static", "fcfs", "recompute", True, False, "int8", 5))
+        self.assertEqual(scenario.quantization, QuantizationConfig(4, 4, False))
+        self.assertEqual(scenario.requests[0], Request("a/b", (2, 3), 4, 1.5, -1, SamplingParams(0.5, 2, 0.5, 0.25, 3), (4,), "s"))
+        self.assertEqual(scenario.golden, Golden({"a/b": (2, 3)}, 0.125, "hand"))
+        written = scenario.to_dict()
+        self.assertEqual(without(("requests",), written), without(("requests",)))  # so that DOCUMENT indeed has every key
+        self.assertEqual(written["requests"][0], DOCUMENT["requests"][0])
+
+    def test_there_and_back(self) -> None:
+        for document in (DOCUMENT, SMALLEST):
+            scenario = parse_scenario(json.dumps(document))
+            for text in (scenario.to_json(), json.dumps(scenario.to_dict()), json.dumps(document, indent=3, ensure_ascii=False)):
+                self.assertEqual(parse_scenario(text), scenario)
+            self.assertEqual(parse_scenario(scenario.to_json()).to_json(), scenario.to_json())
+
+    def test_what_is_left_out_has_its_default(self) -> None:
+        scenario = parse_scenario(json.dumps(SMALLEST))
+        self.assertEqual((scenario.engine, scenario.quantization, scenario.events, scenario.golden, scenario.description),
+                         (EngineSettings(), None, (), None, ""))
+        self.assertEqual(scenario.requests, (Request("r", (0,), 0),))
+        self.assertEqual((scenario.requests[0].arrival, scenario.requests[0].sampling), (0.0, SamplingParams()))
+
+    def test_the_fixture(self) -> None:
+        scenario = load_scenario(FIXTURE)
+        self.assertEqual(scenario.to_json(), FIXTURE.read_text(encoding="utf-8"))
+        self.assertEqual(scenario.folder, FIXTURE.parent)
+        self.assertEqual(load_scenario(str(FIXTURE)), scenario)
+
+    def test_compact_json_has_a_line_an_item(self) -> None:
+        document = {"a": 1, "b": {"c": [1, 2], "d": {"e": {}}}, "f": [{"g": 1}, [2]], "h": {}, "i": [], "j": "\u00e9\"\n"}
+        text = compact_json(document)
+        self.assertEqual(json.loads(text), document)
+        self.assertEqual(text.splitlines()[:6], ["{", '  "a": 1,', '  "b": {', '    "c": [1, 2],', '    "d": {"e": {}}', "  },"])
+
+
+class RefusalTest(Case):
+    def test_unknown_keys(self) -> None:
+        objects = [place for place, value in places(DOCUMENT) if isinstance(value, dict) and place != ("golden", "tokens")]
+        self.assertEqual(len(objects), 11)
+        for place in objects:
+            for key in ("extra", "", "Name", "a/b~c", "\ud800", "x" * 1000):
+                with self.subTest(place=place, key=key[:9]):
+                    self.refused(edited((*place, key), 1), pointer((*place, key)), "unknown key; allowed: ")
+
+    def test_missing_keys(self) -> None:
+        """Exactly the keys of the smallest document are required."""
+        for place, _ in places(DOCUMENT):
+            if not place or isinstance(place[-1], int) or "a/b" in place:
+                continue
+            required = place[-1] in get(SMALLEST, place[:-1]) if place[0] in SMALLEST and place[0] != "weights" and (
+                len(place) < 4) else place in {("weights", "source"), ("weights", "seed"), ("events", 0, "step"),
+                                               ("events", 0, "cancel")}
+            with self.subTest(place=place):
+                if required:
+                    self.refused(without(place), pointer(place), "required and missing")
+                elif place[:1] == ("golden",) and place[1:] in {("tokens",), ("smallest_margin",)}:
+                    self.refused(without(place), pointer(place), "required and missing")
+                elif place[-1] != "specials":  # without them the vocabulary has another size
+                    parse_scenario(json.dumps(without(place)))
+
+    def test_wrong_types(self) -> None:
+        others: tuple[Any, ...] = (True, 7, 7.5, "5", "", [], {}, [[]], {"a": 1})
+        for place, value in places(DOCUMENT):
+            for other in others:
+                fits = type(other) is type(value) or (type(other), type(value)) == (int, float)
+                if not fits:
+                    with self.subTest(place=place, other=other):
+                        text = text_with(place, json.dumps(other))
+                        # A tagged object is refused for its tag, if it is one at all.
+                        self.refused(text, pointer(place), "not")
+
+    def test_null_only_where_it_means_something(self) -> None:
+        nullable = {("model", "bos_token"), ("weights", "sha256"), ("engine", "kv_budget_bytes"), ("engine", "kv_quantization"),
+                    ("quantization",), ("quantization", "group_size"), ("requests", 0, "sampling", "seed"),
+                    ("requests", 0, "cache_salt"), ("golden",)}
+        for place, _ in places(DOCUMENT):
+            with self.subTest(place=place):
+                if place in nullable:
+                    parse_scenario(json.dumps(edited(place, None)))
+                else:
+                    self.refused(text_with(place, "null"), pointer(place), "not null")
+
+    def test_three_point_zero_is_no_integer_and_sizes_are_bounded(self) -> None:
+        integers = [place for place, value in places(DOCUMENT) if type(value) is int]
+        self.assertGreater(len(integers), 25)
+        for place in integers:
+            for raw in ("3.0", "1e0", "1e18", "-10000000", str(2**63), str(10**31), "-" + "9" * 31, "9" * 5_000, "1" + "0" * 100_000):
+                with self.subTest(place=place, raw=raw[:9]):
+                    self.refused(text_with(place, raw), pointer(place))
+
+    def test_max_tokens(self) -> None:
+        place = ("requests", 1, "max_tokens")
+        for raw in (str(2**31 - 1), str(2**31), str(10**18), "1e18", "-1", "true", '"5"', "4.0", "null", "[4]"):
+            with self.subTest(raw=raw):
+                self.refused(text_with(place, raw), "/requests/1/max_tokens", "1048576")
+        self.refused(edited(place, 9), "/requests/1", "prompt 1 + max_tokens 9 = 10 tokens exceed the context of 9", "at most 8")
+        self.assertEqual(parse_scenario(json.dumps(edited(place, 0))).requests[1].max_tokens, 0)
+
+    def test_numbers_that_are_none(self) -> None:
+        for place, _ in places(DOCUMENT):
+            for raw in ("NaN", "Infinity", "-Infinity", "1e999", "-1e999"):
+                with self.subTest(place=place, raw=raw):
+                    self.refused(text_with(place, raw), pointer(place))
+
+    def test_duplicate_keys_at_any_depth(self) -> None:
+        for place, value in places(DOCUMENT):
+            if isinstance(value, dict):
+                for key in value:
+                    members = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()]
+                    again = f"{json.dumps(key)}: {json.dumps(value[key])}"
+                    with self.subTest(place=place, key=key):
+                        self.refused(text_with(place, "{" + ", ".join([*members, again]) + "}"), pointer((*place, key)), "twice")
+
+    def test_nesting(self) -> None:
+        for place in ((), ("description",), ("requests", 0, "prompt_tokens"), ("golden", "tokens", "a/b")):
+            for raw in ("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000, "[" * 100_000):
+                with self.subTest(place=place, raw=raw[:5]):
+                    self.refused(text_with(place, raw), "", "levels deep")
+        self.assertEqual(parse_scenario(json.dumps(edited(("description",), "[" * 60_000))).description, "[" * 60_000)
+        self.refused(edited(("description",), "[" * 100_000), "/description", "100000")
+
+    def test_lone_surrogates(self) -> None:
+        for place, value in places(DOCUMENT):
+            if isinstance(value, str):
+                with self.subTest(place=place):
+                    self.refused(edited(place, value[:-1] + "\ud800"), pointer(place))
+
+    def test_values_outside_their_range(self) -> None:
+        for place, value in (
+                (("version",), 0), (("version",), 2), (("name",), ""), (("name",), "x" * 201), (("model", "vocab_size"), 0),
+                (("model", "heads"), 0), (("model", "kv_heads"), 0), (("model", "width"), 0), (("model", "layers"), 0),
+                (("model", "max_context"), 0), (("model", "norm_eps"), 0), (("model", "rope_theta"), 0.5),
+                (("weights", "source"), "url"), (("weights", "sha256"), "f" * 63), (("engine", "page_size"), 0),
+                (("engine", "num_pages"), 0), (("engine", "budget_tokens"), 0), (("engine", "max_running"), 0),
+                (("engine", "batching"), "Continuous"), (("engine", "kv_quantization"), "int4"), (("engine", "seed"), -1),
+                (("engine", "policy"), "lifo"), (("quantization", "bits"), 3), (("quantization", "group_size"), 0),
+                (("requests", 0, "request_id"), ""), (("requests", 0, "prompt_tokens"), []),
+                (("requests", 0, "prompt_tokens", 1), -1), (("requests", 0, "arrival"), -0.5),
+                (("requests", 0, "sampling", "temperature"), -1), (("requests", 0, "sampling", "top_p"), 1.01),
+                (("events", 0, "step"), -1), (("events", 0, "cancel"), ""), (("golden", "smallest_margin"), -1),
+                (("golden", "tokens", "a/b", 0), -1), (("tokenizer", "characters"), "")):
+            with self.subTest(place=place, value=value):
+                self.refused(edited(place, value), pointer(place))
+
+    def test_rules_that_join_fields(self) -> None:
+        for place, value, path, words in (
+                (("model", "width"), 10, "/model/width", "multiple of heads 4"),
+                (("model", "kv_heads"), 3, "/model/kv_heads", "divide heads 4"),
+                (("model", "width"), 4, "/model/width", "even"),
+                (("model", "bos_token"), 5, "/model/bos_token", "vocabulary of 5"),
+                (("model", "eos_tokens"), [1, 5], "/model/eos_tokens", "vocabulary of 5"),
+                (("quantization", "bits"), 6, "/quantization", "8 or 4"),
+                (("tokenizer", "characters"), "aba", "/tokenizer/characters", "'a'"),
+                (("tokenizer", "specials"), ["<b>", "<b>"], "/tokenizer/specials", "twice"),
+                (("tokenizer", "characters"), "abcd", "/tokenizer", "names 6 tokens"),
+                (("requests", 1, "request_id"), "a/b", "/requests/1/request_id", "'a/b' stands twice"),
+                (("requests", 0, "prompt_tokens"), [2, 5], "/requests/0", "token 5 is outside"),
+                (("requests", 0, "stop_tokens"), [5], "/requests/0", "token 5 is outside"),
+                (("requests", 0, "prompt_tokens"), [2] * 6, "/requests/0", "prompt 6 + max_tokens 4 = 10"),
+                (("events", 0, "cancel"), "d", "/events/0/cancel", "'d'"),
+                (("golden", "tokens"), {"d": [1]}, "/golden/tokens/d", "no request"),
+                (("golden", "tokens"), {"a/b": [5]}, "/golden/tokens/a~1b", "outside the vocabulary")):
+            with self.subTest(place=place, value=value):
+                self.refused(edited(place, value), path, words)
+
+    def test_an_exact_fit_is_allowed(self) -> None:
+        self.assertEqual(parse_scenario(json.dumps(edited(("requests", 0, "prompt_tokens"), [4] * 5))).requests[0].prompt_tokens, (4,) * 5)
+
+    def test_a_document_that_is_no_object(self) -> None:
+        for text in ("[]", "1", '"x"', "null", "true"):
+            self.refused(text, "", "an object is wanted")
+
+
+class LoadTest(unittest.TestCase):
+    """No exception but SchemaError escapes load_scenario."""
+
+    def setUp(self) -> None:
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.path = Path(temporary.name) / "scenario.json"
+
+    def load(self, content: bytes) -> Scenario | None:
+        """What the file holds; None if it was refused, in one printable line."""
+        self.path.write_bytes(content)
+        try:
+            return load_scenario(self.path)
+        except SchemaError as error:
+            self.assertTrue(str(error))
+            return None
+
+    def test_files_that_are_none(self) -> None:
+        for path in (self.path, self.path.parent, self.path / "x", "", "a\0b", "x" * 5_000, None, 3, b"x", True):
+            with self.subTest(path=path), self.assertRaises(SchemaError) as caught:
+                load_scenario(path)  # type: ignore[arg-type]
+            self.assertEqual(caught.exception.path, "")
+
+    def test_encodings(self) -> None:
+        text = json.dumps(DOCUMENT, ensure_ascii=False)
+        self.assertEqual(self.load(text.encode()), parse_scenario(text))
+        for content in (b"", b"\0", b"\xff", text.encode("latin-1"), text.encode("utf-16"), b"\xef\xbb\xbf" + text.encode()):
+            with self.subTest(content[:9]):
+                self.assertIsNone(self.load(content))
+
+    def test_every_truncation(self) -> None:
+        content = parse_scenario(json.dumps(SMALLEST)).to_json().replace("small", "sm\u00e4ll").encode()
+        self.assertEqual(self.load(content), self.load(content[:-1]))  # the last newline
+        for length in range(len(content) - 1):
+            self.assertIsNone(self.load(content[:length]), content[:length])
+
+    def test_every_byte_deleted_doubled_or_replaced(self) -> None:
+        """What still loads survives the round trip; the rest is a SchemaError whose path begins at the document."""
+        text = json.dumps(SMALLEST, separators=(",", ":"))
+        accepted = refused = 0
+        for at in range(len(text)):
+            for put in ("", text[at] * 2, *'"{}[]:,0-eN\\ \n', "\0", "\u00e9", "\ud800"):
+                mutant = text[:at] + put + text[at + 1:]
+                try:
+                    scenario = parse_scenario(mutant)
+                except SchemaError as error:
+                    refused += 1
+                    self.assertRegex(error.path, "^(/|$)")
+                else:
+                    accepted += 1
+                    self.assertEqual(parse_scenario(scenario.to_json()), scenario, mutant)
+        self.assertGreater(accepted, 100)
+        self.assertGreater(refused, 1_000)
+
+    def test_random_splices(self) -> None:
+        """Pieces of the document moved, removed and repeated."""
+        content = json.dumps(DOCUMENT, ensure_ascii=False).encode()
+        for seed in range(400):
+            rng = random.Random(seed)
+            a, b, c = sorted(rng.randrange(len(content) + 1) for _ in range(3))
+            for mutant in (content[:a] + content[b:], content[:b] + content[a:], content[:a] + content[b:c] + content[a:b] + content[c:]):
+                with self.subTest(seed=seed):
+                    scenario = self.load(mutant)
+                    if scenario:
+                        self.assertEqual(parse_scenario(scenario.to_json()), scenario)
+
+
+class NounsTest(unittest.TestCase):
+    """The dataclasses check what Python callers give them, without a JSON file in between."""
+
+    def test_requests(self) -> None:
+        wrong: tuple[dict[str, Any], ...] = (
+            {"request_id": ""}, {"request_id": 3}, {"request_id": None}, {"prompt_tokens": ()}, {"prompt_tokens": "abc"},
+            {"prompt_tokens": b"abc"}, {"prompt_tokens": 3}, {"prompt_tokens": (1, True)}, {"prompt_tokens": (1, -1)},
+            {"prompt_tokens": (1.0,)}, {"prompt_tokens": ("1",)}, {"prompt_tokens": (None,)}, {"max_tokens": -1},
+            {"max_tokens": 1.0}, {"max_tokens": True}, {"max_tokens": "5"}, {"max_tokens": None}, {"arrival": -1.0},
+            {"arrival": math.nan}, {"arrival": "0"}, {"arrival": True}, {"priority": 0.5}, {"priority": False},
+            {"stop_tokens": (-1,)}, {"stop_tokens": (True,)}, {"sampling": None}, {"sampling": {}})
+        for change in wrong:
+            with self.subTest(change=change), self.assertRaises(RequestError):
+                Request(**{"request_id": "r", "prompt_tokens": (1,), "max_tokens": 1, **change})
+        request = Request("r", [1, 2], 0, stop_tokens=[3])
+        self.assertEqual((request.prompt_tokens, request.stop_tokens), ((1, 2), (3,)))
+        self.assertEqual(hash(request), hash(Request("r", (1, 2), 0, stop_tokens=(3,))))
+
+    def test_a_request_against_a_model(self) -> None:
+        model = parse_scenario(json.dumps(DOCUMENT)).model
+        Request("r", (4,) * 9, 0).check_against(model)
+        Request("r", (4,), 8).check_against(model)
+        for prompt, max_tokens, error in (((5,), 1, RequestError), ((4,) * 10, 0, CapacityError), ((4,), 9, CapacityError),
+                                          ((4,), 10**18, CapacityError)):
+            with self.subTest(prompt=prompt, max_tokens=max_tokens), self.assertRaises(RequestError) as caught:
+                Request("r", prompt, max_tokens).check_against(model)
+            self.assertIs(type(caught.exception), error)
+
+    def test_sampling(self) -> None:
+        wrong: tuple[dict[str, Any], ...] = (
+            {"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}, {"temperature": True}, {"top_k": -1},
+            {"top_k": 1.0}, {"top_k": True}, {"top_p": -0.1}, {"top_p": 1.1}, {"top_p": "1"}, {"min_p": 2}, {"min_p": None},
+            {"seed": -1}, {"seed": 0.0}, {"seed": False})
+        for change in wrong:
+            with self.subTest(change=change), self.assertRaises(RequestError):
+                SamplingParams(**change)
+
+    def test_quantization(self) -> None:
+        wrong: tuple[dict[str, Any], ...] = (
+            {"bits": 2}, {"bits": 16}, {"bits": True}, {"bits": "8"}, {"bits": None}, {"bits": 8.0}, {"group_size": 0},
+            {"group_size": -1}, {"group_size": 1.5}, {"group_size": True}, {"symmetric": 1}, {"symmetric": None})
+        for change in wrong:
+            with self.subTest(change=change), self.assertRaises(QuantizationError):
+                QuantizationConfig(**change)
+        QuantizationConfig(4, None, False)
+
+    def test_settings_are_overridden_like_the_file_they_come_from(self) -> None:
+        settings = EngineSettings(page_size=4, seed=7)
+        self.assertEqual(settings.override({"page_size": 8}), dataclasses.replace(settings, page_size=8))
+        self.assertEqual(settings.override({}), settings)
+        wrong: tuple[tuple[dict[str, Any], str], ...] = (
+            ({"page_size": 0}, "/engine/page_size"), ({"page_size": True}, "/engine/page_size"),
+            ({"pages": 1}, "/engine/pages"), ({"batching": None}, "/engine/batching"), ({"seed": 2**63}, "/engine/seed"))
+        for change, path in wrong:
+            with self.subTest(change=change), self.assertRaises(SchemaError) as caught:
+                settings.override(change)
+            self.assertEqual(caught.exception.path, path)
+
+
+# ------------------------------------------------------------------------------------------ the JSON Schema
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    """The part of JSON Schema, draft 2020-12, that our schema uses; a keyword outside that part fails the test."""
+    number = type(value) in (int, float)
+    types: dict[str, bool] = {
+        "object": isinstance(value, dict), "array": isinstance(value, list), "string": isinstance(value, str),
+        "boolean": isinstance(value, bool), "null": value is None, "number": number,
+        "integer": number and value == value // 1}
+    members = value if isinstance(value, dict) else {}
+    properties = schema.get("properties", {})
+    rules: dict[str, Callable[[Any], bool]] = {
+        "type": lambda name: types[name],
+        "enum": lambda options: value in options,
+        "const": lambda option: value == option,
+        "minimum": lambda low: not number or value >= low,
+        "maximum": lambda high: not number or value <= high,
+        "minLength": lambda least: not isinstance(value, str) or len(value) >= least,
+        "maxLength": lambda most: not isinstance(value, str) or len(value) <= most,
+        "minItems": lambda least: not isinstance(value, list) or len(value) >= least,
+        "maxItems": lambda most: not isinstance(value, list) or len(value) <= most,
+        "items": lambda item: not isinstance(value, list) or all(fits(v, item) for v in value),
+        "required": lambda keys: not isinstance(value, dict) or all(key in members for key in keys),
+        "properties": lambda of: all(fits(members[key], of[key]) for key in of if key in members),
+        "additionalProperties": lambda rule: all(rule is not False and fits(v, rule) for k, v in members.items() if k not in properties),
+        "anyOf": lambda schemas: any(fits(value, s) for s in schemas),
+        "oneOf": lambda schemas: sum(fits(value, s) for s in schemas) == 1,
+        "$schema": lambda _: True, "title": lambda _: True, "$defs": lambda _: True,
+    }
+    return all(rules[keyword](argument) for keyword, argument in schema.items())
+
+
+def mutants() -> Iterator[dict[str, Any]]:
+    """Documents with one value replaced, removed or added."""
+    others: tuple[Any, ...] = (None, True, -1, 0, 1, 4, 7.5, 1e18, "", "5", "f" * 64, "x" * 300, [], [0], {}, {"a": 1})
+    for place, value in places(DOCUMENT):
+        if place:
+            yield from (edited(place, other) for other in others)
+            yield without(place)
+        if isinstance(value, dict):
+            yield edited((*place, "extra"), [1])
+
+
+class JsonSchemaTest(unittest.TestCase):
+    schema: Any = scenario_json_schema()
+
+    def test_the_file_is_current(self) -> None:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            main()
+        self.assertEqual(SCHEMA.read_text(encoding="utf-8"), output.getvalue(), "run python3 scripts/make_fixture.py")
+        self.assertEqual(json.loads(output.getvalue()), self.schema)
+
+    def test_valid_documents_fit(self) -> None:
+        for document in (DOCUMENT, SMALLEST, json.loads(FIXTURE.read_text(encoding="utf-8"))):
+            self.assertTrue(fits(document, self.schema))
+
+    def test_schema_and_parser_agree(self) -> None:
+        """What does not fit does not load; what fits and does not load breaks a rule that joins fields or values."""
+        joins = re.compile("vocabulary|multiple of|must divide|must be even|8 or 4|no request|twice|exceed the context|names . tokens")
+        loaded = neither = 0
+        for document in mutants():
+            try:
+                parse_scenario(json.dumps(document))
+            except SchemaError as error:
+                neither += 1
+                self.assertTrue(not fits(document, self.schema) or joins.search(str(error)), str(error))
+            else:
+                loaded += 1
+                self.assertTrue(fits(document, self.schema), document)
+        self.assertGreater(loaded, 200)
+        self.assertGreater(neither, 600)
+
+    def test_token_events(self) -> None:
+        event = {"request_id": "r", "index": 0, "token": 3, "text": "a", "step": 1, "time": 0.5}
+        shape = self.schema["$defs"]["token_event"]
+        self.assertTrue(fits(event, shape))
+        self.assertTrue(fits({**event, "token": None, "finish_reason": "cancelled"}, shape))
+        for wrong in ({**event, "finish_reason": "bored"}, {**event, "logprob": 0.5}, {**event, "index": -1}, {**event, "extra": 1}):
+            self.assertFalse(fits(wrong, shape))
+
+
+@needs("dev", "jsonschema")
+class SecondReaderTest(unittest.TestCase):
+    def test_jsonschema_agrees_with_the_small_reader_above(self) -> None:
+        from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+
+        schema = scenario_json_schema()
+        Draft202012Validator.check_schema(schema)
+        reader = Draft202012Validator(schema)
+        for document in (DOCUMENT, SMALLEST, *mutants()):
+            self.assertEqual(reader.is_valid(document), fits(document, schema), document)
+
+
+if __name__ == "__main__":
+    unittest.main()
