@@ -1,4 +1,4 @@
-"""M1 · Schema and reference generation: what comes in is checked at the door, what comes out is what the model says."""
+"""M1 · Schema and reference generation: what comes in is checked, what comes out is what the model says."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from random import Random
 
-import starter
-from harness import ROOT, Case, Run, load_document, tiny_scenario
+from harness import ROOT, Case, load_document, tiny_scenario
+from observed import Run
 from oracle import Oracle
+
+import starter
 
 FIXTURE = ROOT / "fixtures" / "tiny_model.json"
 
@@ -18,8 +20,10 @@ class M1Reference(Case):
         """M1, F8: fixtures/tiny_model.json parses to a model, requests with ids of their own, and a golden output."""
         scenario = starter.load_scenario(FIXTURE)
         ids = [request.request_id for request in scenario.requests]
-        self.that(len(ids) >= 2 and len(set(ids)) == len(ids), f"request ids {ids}", "several requests, each with its id")
-        self.that(bool(scenario.golden and scenario.golden.tokens), f"golden: {scenario.golden}", "keep the golden output")
+        self.that(len(ids) >= 2 and len(set(ids)) == len(ids), f"request ids {ids}",
+                  "several requests, each with its id")
+        self.that(bool(scenario.golden and scenario.golden.tokens), f"golden: {scenario.golden}",
+                  "keep the golden output")
 
     def test_malformed_scenarios_are_refused(self):
         """M1: load_scenario raises SchemaError, which says where, on anything malformed, and nothing else ever."""
@@ -94,7 +98,7 @@ class M1Reference(Case):
                   "an event's text is what its token adds")
 
     def test_same_prompt_on_two_models(self):
-        """V1: two engines with different weights answer the same prompt, under the same id, each with its own tokens."""
+        """V1: two engines with different weights answer the same prompt, under the same id, each in its own way."""
         runs = [Run(self, tiny_scenario(Random(1), tied_output=False)) for _ in range(2)]
         prompt = runs[0].prompt(6)
         for run in runs:
@@ -103,7 +107,7 @@ class M1Reference(Case):
         self.that(outputs[0] != outputs[1], f"both gave {outputs[0]}", "nothing may be remembered across engines")
 
     def test_end_of_sequence(self):
-        """M1: generation stops with the model's end-of-sequence token, which is delivered, also right after the prompt."""
+        """M1: generation stops with the model's end-of-sequence token, which is delivered; so does a stop token."""
         shape, weights_seed = self.rng.random(), self.rng.randrange(2**31)
         plain = Run(self, tiny_scenario(Random(shape)), weights_seed)
         prompt = plain.prompt(5)
@@ -122,11 +126,12 @@ class M1Reference(Case):
         name = run.submit(run.prompt(3), 0)
         run.submit(run.prompt(3), 2)
         run.finish()
-        self.same((run.lives[name].tokens, run.lives[name].reason), ([], "length"), "one terminal event without a token")
+        self.same((run.lives[name].tokens, run.lives[name].reason), ([], "length"),
+                  "one terminal event without a token")
 
     def test_bad_requests_change_nothing(self):
-        """B1, B5, B6: a malformed request is refused with RequestError or CapacityError, and the engine is as before."""
-        run = Run(self, num_pages=8)
+        """B1, B5, B6: a bad request is refused with RequestError or CapacityError, and the engine is as before."""
+        run = Run(self)
         vocabulary, context = run.scenario.model.vocab_size, run.scenario.model.max_context
         kept = run.submit(run.prompt(4), 4, request_id="kept")
         before = (run.engine.active, run.engine.kv.free_pages)
@@ -141,31 +146,30 @@ class M1Reference(Case):
                 ("float max_tokens", [1], 2.0, starter.RequestError),
                 ("boolean max_tokens", [1], True, starter.RequestError),
                 ("beyond the context", [1] * context, 1, starter.CapacityError),
-                ("more pages than exist", [1] * 30, 8, starter.CapacityError)]:
+                ("far beyond the context", [1], 10**9, starter.CapacityError)]:
             self.case = name
-            self.refuses(error, lambda p=prompt, m=max_tokens: run.engine.submit(p, m, request_id="bad"), "check at the door")
+            self.refuses(error, lambda p=prompt, m=max_tokens: run.engine.submit(p, m, request_id="bad"),
+                         "check at the door")
             self.same((run.engine.active, run.engine.kv.free_pages), before, "a refused request leaves no trace")
             self.refuses(starter.UnknownRequestError, lambda: list(run.engine.stream("bad")), "it has no stream")
         run.finish()
         self.same(run.lives[kept].reason, "length", "the neighbour of a refused request goes on")
+        run.submit([1] * (context - 2), 2)  # exactly the context
+        run.finish()
 
     def test_duplicate_ids(self):
         """B4: an id is taken while its request is live or its stream unread, and free again after that."""
         run = Run(self)
         prompt = run.prompt(3)
         name = run.submit(prompt, 3, request_id="x")
-        again = lambda: run.engine.submit([1], 1, request_id="x")  # noqa: E731
-        self.refuses(starter.DuplicateRequestError, again, "x waits")
-        run.step()
-        self.refuses(starter.DuplicateRequestError, again, "x runs")
-        run.drain()
-        self.refuses(starter.DuplicateRequestError, again, "x has ended, its stream was not read")
-        run.finish()
+        for state, move in (("waits", run.step), ("runs", run.drain), ("has ended, unread", run.finish)):
+            self.refuses(starter.DuplicateRequestError, lambda: run.engine.submit([1], 1, request_id="x"), f"x {state}")
+            move()
         run.submit(run.prompt(4), 2, request_id=name)
         run.finish()
 
     def test_unknown_ids(self):
-        """M1: stream and cancel of an id never seen raise UnknownRequestError; cancel of a finished one does nothing."""
+        """M1: an id never seen raises UnknownRequestError; cancelling a finished request does nothing."""
         run = Run(self)
         for call in (run.engine.cancel, lambda name: list(run.engine.stream(name))):
             self.refuses(starter.UnknownRequestError, lambda call=call: call("nobody"), "no request has this id")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from harness import Case, Meter, tiny_scenario
+from observed import Run
+
 import starter
-from harness import Case, Run
 
 ANY = starter.EngineError
 
@@ -19,7 +23,7 @@ def numbers(rng, width=3):
 
 class M2KVCache(Case):
     def test_append_then_read(self):
-        """M2: read gives back exactly what append stored, position by position, whatever happens to the caller's lists."""
+        """M2: read gives back exactly what append stored, whatever happens to the caller's lists."""
         for page_size in (1, 3, 4, 16):
             kv = cache(32, page_size)
             handle, stored = kv.allocate("r", 1), []
@@ -29,10 +33,11 @@ class M2KVCache(Case):
                 kv.append(handle, key, value)
                 key[0] = value[0] = 99.0
                 self.same(kv.length(handle), position + 1, "length counts appended tokens")
-            self.same([tuple(map(list, kv.read(handle, i))) for i in range(17)], stored, f"page_size {page_size}: slot of "
+            self.same([tuple(map(list, kv.read(handle, i))) for i in range(17)], stored,
+                      f"page_size {page_size}: slot of "
                       "position p is page table[p // page_size], offset p % page_size")
             for outside in (17, 1_000, -1):
-                self.refuses(IndexError, lambda i=outside: kv.read(handle, i), "only appended positions can be read")
+                self.refuses(IndexError, partial(kv.read, handle, outside), "only appended positions can be read")
 
     def test_reserving_is_not_storing(self):
         """M2: allocate reserves pages; a reserved position that nothing was appended to cannot be read."""
@@ -91,7 +96,7 @@ class M2KVCache(Case):
         third = kv.allocate("c", 9)
         stats = kv.stats()
         self.same((stats.allocations, stats.releases, stats.misses, stats.hits), (3, 0, 6, 6),
-                  "allocations: handles given out, forks included; misses: tokens stored; hits: tokens taken over by a fork")
+                  "allocations: handles given out, by fork too; misses: tokens stored; hits: tokens shared by a fork")
         self.same(stats.peak_pages, 5, "2 pages, shared by two tables and counted once, and 3 more")
         for handle in (first, second, third):
             kv.release(handle)
@@ -100,7 +105,7 @@ class M2KVCache(Case):
                   "peak_bytes = peak_pages * bytes of a page")
 
     def test_prefill_and_decode(self):
-        """M2: the prompt's positions are computed as prefill, every later one as one decode token, each exactly once."""
+        """M2: the prompt's positions are computed as prefill, every later one as a decode token, each once."""
         run = Run(self, budget_tokens=5)
         run.submit(run.prompt(12), 6)
         run.finish()
@@ -119,6 +124,20 @@ class M2KVCache(Case):
             run.finish()
             cost[use_cache] = run.meter.tokens
         self.same(cost, {True: 23, False: sum(range(4, 24))}, "read earlier keys and values, do not compute them again")
+
+    def test_work_is_done_by_the_backend(self):
+        """M2: tokens come from the decoder's steps over the cache: a backend that embeds other rows changes them."""
+        scenario = tiny_scenario(self.rng, tied_output=False)
+
+        class Shifted(Meter):
+            def embed(self, table, tokens):
+                return super().embed(table, [(token - 1) % scenario.model.vocab_size for token in tokens])
+
+        run = Run(self, scenario, meter=Shifted())
+        embedding = run.oracle.weights["model.embed_tokens.weight"]
+        embedding.insert(0, embedding.pop())
+        run.submit(run.prompt(6), 12)
+        run.finish()
 
     def test_cache_changes_no_token(self):
         """V6: tokens with the cache equal tokens without it, in any chunking of the prompt."""
@@ -152,5 +171,5 @@ class M2KVCache(Case):
             run.cancel(name)
             metrics = run.engine.metrics()
             self.same((run.engine.kv.free_pages, run.engine.active, metrics.running, metrics.kv_bytes), (64, (), 0, 0),
-                      f"cancelled after {steps} steps: pages, live requests and gauges are up to date without another step")
+                      f"cancelled after {steps} steps: pages and gauges are up to date without another step")
             run.finish()

@@ -8,8 +8,10 @@ import math
 import tracemalloc
 from random import Random
 
+from harness import Case, SkipPart, tiny_scenario
+from observed import Run
+
 import starter
-from harness import Case, Run, SkipPart, tiny_scenario
 
 FORMATS = [(bits, symmetric) for bits in (8, 4) for symmetric in (True, False)]
 
@@ -20,7 +22,8 @@ def quantize(rows, bits, symmetric=True, group_size=None):
 
 def groups(rows, group_size):
     """The groups of all rows, row after row."""
-    return [list(row[i:i + (group_size or len(row))]) for row in rows for i in range(0, len(row), group_size or len(row))]
+    return [list(row[i:i + (group_size or len(row))]) for row in rows for i in range(0, len(row),
+                                                                                     group_size or len(row))]
 
 
 def explain(q, signed):
@@ -55,7 +58,7 @@ class M5Quantization(Case):
             reach = largest / (2 ** (bits - 1) - 1) if symmetric else (
                 max(*before, 0.0) / (2**bits - 1) - min(*before, 0.0) / (2**bits - 1))
             constant = len(set(before)) == 1
-            self.that(scale <= reach * 1.01 + 1e-300 or constant and scale <= (largest or 1.0) * 1.01,
+            self.that(scale <= reach * 1.01 + 1e-300 or (constant and scale <= (largest or 1.0) * 1.01),
                       f"scale {scale} for a group with the largest magnitude {largest}", "use the whole range of codes")
 
     def test_error_bound(self):
@@ -68,22 +71,27 @@ class M5Quantization(Case):
         """B12: constant, zero, one-sided, far-away, subnormal and huge groups keep the error bound; zero stays zero."""
         step = [i / 31 for i in range(32)]
         cases = {"zeros": [0.0] * 32, "constant": [0.3] * 32, "negative constant": [-7.25] * 32,
-                 "positive": [1 + x for x in step], "negative": [-3 - x for x in step], "far away": [1e6 + x for x in step],
-                 "tiny": [x * 1e-30 for x in step], "subnormal": [x * 5e-320 for x in step], "huge": [x * 1e308 for x in step],
-                 "both huge": [(2 * x - 1) * 1.7e308 for x in step], "one": [0.0] * 31 + [5.0], "outlier": [1e-3] * 31 + [1e4]}
+                 "positive": [1 + x for x in step], "negative": [-3 - x for x in step],
+                 "far away": [1e6 + x for x in step],
+                 "tiny": [x * 1e-30 for x in step], "subnormal": [x * 5e-320 for x in step],
+                 "huge": [x * 1e308 for x in step],
+                 "both huge": [(2 * x - 1) * 1.7e308 for x in step], "one": [0.0] * 31 + [5.0],
+                 "outlier": [1e-3] * 31 + [1e4]}
         for bits, symmetric in FORMATS:
             for name, row in cases.items():
                 self.case = f"{name}, int{bits}, symmetric {symmetric}"
                 self.check_error([row], bits, symmetric, None)
-            self.same([list(map(abs, row)) for row in starter.dequantize(quantize([[0.0] * 5], bits, symmetric))], [[0.0] * 5],
+            self.same([list(map(abs, row)) for row in starter.dequantize(quantize([[0.0] * 5], bits, symmetric))],
+                      [[0.0] * 5],
                       "zeros come back as zeros, not as NaN")
 
     def test_bad_input(self):
-        """B13: unsupported bits and group sizes, numbers that are not finite and ragged rows raise QuantizationError."""
+        """B13: unsupported bits or group sizes, non-finite numbers and ragged rows raise QuantizationError."""
         for bits in (0, 1, 2, 3, 5, 16, -8, 8.0, True, "8", None):
             self.refuses(starter.QuantizationError, lambda b=bits: starter.QuantizationConfig(bits=b), f"bits {bits!r}")
         for size in (0, -1, 2.0, True, "32"):
-            self.refuses(starter.QuantizationError, lambda s=size: starter.QuantizationConfig(group_size=s), f"group_size {size!r}")
+            self.refuses(starter.QuantizationError, lambda s=size: starter.QuantizationConfig(group_size=s),
+                         f"group_size {size!r}")
         for rows in ([[1.0, math.nan]], [[math.inf, 1.0]], [[-math.inf]], [[1.0, 2.0], [1.0]]):
             self.refuses(starter.QuantizationError, lambda rows=rows: quantize(rows, 8), f"{rows}")
 
@@ -101,8 +109,10 @@ class M5Quantization(Case):
                 q = quantize(self.rows(20, columns), bits, symmetric, 32)
                 exact = 20 * columns * bits / 8
                 self.that(isinstance(q.packed, (bytes, bytearray)) and exact <= len(q.packed) <= exact + 20,
-                          f"{len(q.packed)} packed bytes for 20 x {columns} numbers of {bits} bits", "two nibbles a byte")
-                self.same(len(q.scales), 20 * -(-columns // 32), "a scale for each group, the shorter last one included")
+                          f"{len(q.packed)} packed bytes for 20 x {columns} numbers of {bits} bits",
+                          "two nibbles a byte")
+                self.same(len(q.scales), 20 * -(-columns // 32),
+                          "a scale for each group, the shorter last one included")
                 self.that(len(q.packed) + 2 * len(q.scales) <= q.nbytes < 0.6 * 4 * 20 * columns, f"nbytes {q.nbytes}",
                           "count codes, scales and zero points")
 
@@ -113,7 +123,7 @@ class M5Quantization(Case):
             back = [list(row) for row in starter.dequantize(q)]
             off = min(max(abs(a - b) for wanted, row in zip(back, explain(q, signed)) for a, b in zip(wanted, row))
                       for signed in (True, False))
-            self.that(off < 1e-6, f"int{bits}, symmetric {symmetric}: dequantize differs by {off} from its own metadata",
+            self.that(off < 1e-6, f"int{bits}, symmetric {symmetric}: dequantize is off by {off} from its metadata",
                       "codes are two's complement or unsigned; int4 has two a byte, the low nibble first")
 
     def test_nibbles(self):
@@ -141,7 +151,8 @@ class M5Quantization(Case):
             q = quantize(self.rows(3, 21), bits, symmetric, 8)
             document = json.loads(json.dumps(q.to_dict()))
             again = starter.QuantizedTensor.from_dict(document)
-            self.same([list(row) for row in starter.dequantize(again)], [list(row) for row in starter.dequantize(q)], "to_dict")
+            self.same([list(row) for row in starter.dequantize(again)], [list(row) for row in starter.dequantize(q)],
+                      "to_dict")
             for change in ({"shape": [3, 29]}, {"shape": [4, 21]}, {"bits": 12 - bits}, {"group_size": 5}, {"bits": 3},
                            {"scales": document["scales"][:-1]}, {"packed": document["packed"][:-2]}):
                 self.refuses(starter.QuantizationError,
@@ -154,10 +165,13 @@ class M5Quantization(Case):
             q = quantize(rows, bits, symmetric, 8)
             off = [a - b for before, after in zip(rows, starter.dequantize(q)) for a, b in zip(before, after)]
             size = math.sqrt(sum(x * x for row in rows for x in row))
-            wanted = (max(map(abs, off)), math.sqrt(sum(x * x for x in off) / 150), math.sqrt(sum(x * x for x in off)) / size)
+            wanted = (max(map(abs, off)), math.sqrt(sum(x * x for x in off) / 150),
+                      math.sqrt(sum(x * x for x in off)) / size)
             got = (q.error(rows).max_abs, q.error(rows).rmse, q.error(rows).relative)
-            self.that(all(abs(a - b) <= 1e-9 for a, b in zip(got, wanted)), f"reported {got}, is {wanted}", "measure, do not guess")
-            self.that(got[2] < (0.01 if bits == 8 else 0.15), f"relative error {got[2]}", "threshold for normal weights")
+            self.that(all(abs(a - b) <= 1e-9 for a, b in zip(got, wanted)), f"reported {got}, is {wanted}",
+                      "measure, do not guess")
+            self.that(got[2] < (0.01 if bits == 8 else 0.15), f"relative error {got[2]}",
+                      "threshold for normal weights")
 
     # -------------------------------------------------------------------------------------------------- the engine
 
@@ -192,13 +206,14 @@ class M5Quantization(Case):
             held = tracemalloc.get_traced_memory()[0]
             tracemalloc.stop()
             reported[quantization] = run.engine.model.weight_bytes
-            self.that(share is None or held < share * reported[None], f"{quantization}: the engine holds {held} bytes, float32 "
+            self.that(share is None or held < share * reported[None],
+                      f"{quantization}: the engine holds {held} bytes, float32 "
                       f"weights alone {reported[None]}", "keep the packed codes only; no float copy beside them")
         self.that(reported["int4"] < 0.7 * reported["int8"] < 0.4 * reported[None], f"weight_bytes {reported}",
                   "int8 is about a quarter of float32, int4 about an eighth, plus scales")
 
     def test_quantized_cache(self):
-        """M5: kv_quantization="int8", where offered, makes pages smaller and costs little accuracy; it is never ignored."""
+        """M5: kv_quantization="int8", where offered, makes pages smaller at little cost; it is never ignored."""
         scenario, peaks, firsts = tiny_scenario(Random(self.rng.random())), [], []
         weights_seed = self.rng.randrange(2**31)
         for mode in (None, "int8"):

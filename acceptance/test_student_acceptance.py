@@ -16,13 +16,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import SEED, SWITCH  # noqa: E402
-from m1_reference import M1Reference  # noqa: E402
-from m2_kv_cache import M2KVCache  # noqa: E402
-from m3_continuous_batching import M3ContinuousBatching  # noqa: E402
-from m4_paged_kv import M4PagedKV  # noqa: E402
-from m5_quantization import M5Quantization  # noqa: E402
-from m6_end_to_end import M6EndToEnd  # noqa: E402
+from harness import SEED, SWITCH
+from m1_reference import M1Reference
+from m2_kv_cache import M2KVCache
+from m3_continuous_batching import M3ContinuousBatching
+from m4_paged_kv import M4PagedKV
+from m5_quantization import M5Quantization
+from m6_end_to_end import M6EndToEnd
 
 MILESTONES = (M1Reference, M2KVCache, M3ContinuousBatching, M4PagedKV, M5Quantization, M6EndToEnd)
 

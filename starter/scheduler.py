@@ -17,8 +17,8 @@ request; L: the largest P + M among live requests; budgets are at least max_runn
 
 - Admission: in order of arrival, when a slot (of max_running) is free, the budget leaves it a token, and pages for
   *all* its known tokens are free: prefill never stops half-way for want of pages.
-- Bypass: a request that lacks pages may be overtaken by later ones that fit, at most BYPASS_LIMIT times; then the
-  queue holds until it is in. So small requests pass a heavy one, and the heavy one is not starved.
+- Bypass: the oldest request that lacks pages may be overtaken by later ones that fit, at most BYPASS_LIMIT times;
+  then the queue holds until it is in. So small requests pass a heavy one, and the heavy one is not starved.
 - Preemption: when a decoding request needs a page and none is free, the running request that arrived *last* gives
   up its pages and goes back to its place in the queue. The oldest request is never preempted: it always finishes.
 - Decode gap: a running request that decodes gets a token in every step whose budget covers the running requests,
@@ -65,7 +65,7 @@ class ScheduledChunk:
 class ScheduleDecision:
     """What one step does. The tuples hold request ids; ``finished`` are those that ended since the last decision.
 
-    ``reasons`` says in words why each request mentioned got what it got.
+    ``reasons`` says in words why each live request mentioned got what it got; of a long queue, those at its head.
     """
 
     step: int
@@ -216,6 +216,9 @@ class ContinuousBatchScheduler:
             self._plan_decodes(plan)
             self._plan_admissions(plan)
             self._plan_prefills(plan)
+        else:
+            named = (*self._running.values(), *self._queue(self.max_running + BYPASS_LIMIT))
+            plan.reasons.update((sequence.id, "waits: this step's budget is 0") for sequence in named)
         return self._decide(plan)
 
     def complete_step(self) -> None:
@@ -309,7 +312,7 @@ class ContinuousBatchScheduler:
                 plan.admitted.append(sequence.id)
                 if blocked:
                     blocked.bypassed += 1
-            elif sequence.id not in self._failures:
+            elif self._find(sequence.id):  # it did not fail
                 blocked = blocked or sequence
 
     def _queue(self, length: int) -> Iterable[_Sequence]:

@@ -202,7 +202,8 @@ def _allowed_tokens(model: ModelConfig, limits: Sequence[int] | None) -> list[in
     first, last = limits or (0, model.vocab_size - 1)
     if last >= model.vocab_size:
         raise SchemaError(f"token {last} is outside the vocabulary of {model.vocab_size}", "/tokens")
-    allowed = [token for token in range(first, last + 1) if token not in (model.bos_token, *model.eos_tokens)]
+    specials = {model.bos_token, *model.eos_tokens}
+    allowed = [token for token in range(first, last + 1) if token not in specials]
     if not allowed:
         raise SchemaError(f"{first} to {last} holds no token but the model's bos and eos tokens", "/tokens")
     return allowed

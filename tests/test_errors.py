@@ -9,7 +9,8 @@ from starter import errors
 from starter.errors import EngineError, SchemaError, UnknownRequestError
 
 FAMILY = {
-    "SchemaError": ValueError, "RequestError": ValueError, "UnknownRequestError": KeyError, "QuantizationError": ValueError,
+    "SchemaError": ValueError, "RequestError": ValueError, "QuantizationError": ValueError,
+    "UnknownRequestError": KeyError,
     "DuplicateRequestError": errors.RequestError, "CapacityError": errors.RequestError,
     "OutOfPagesError": EngineError, "StaleHandleError": EngineError, "BackendError": EngineError,
 }

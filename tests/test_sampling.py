@@ -1,0 +1,197 @@
+"""From logits to a token: every edge in the module's table, the distribution, the generators."""
+
+from __future__ import annotations
+
+import random
+import unittest
+from math import exp, fsum, inf, log, nan
+
+from starter.errors import BackendError, RequestError
+from starter.sampling import kept_tokens, request_generator, sample
+from starter.schema import Request, SamplingParams
+
+LOGITS = [0.5, 2.0, -1.0, 2.0, 1.25, -3.0, 0.0, 1.9]
+BEST = 1  # the first of the equal maxima at 1 and 3
+SIZE = len(LOGITS)
+
+
+def draw(logits, seed=0, **params) -> int:
+    return sample(logits, SamplingParams(**params), random.Random(seed))[0]
+
+
+def drawn(logits, draws=300, **params) -> set[int]:
+    """Tokens that occur in many draws."""
+    generator, params = random.Random(1), SamplingParams(**params)
+    return {sample(logits, params, generator)[0] for _ in range(draws)}
+
+
+def exact(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> dict[int, float]:
+    """Token -> probability, from the definitions in SamplingParams, a filter at a time, renormalized after each."""
+    def normalized(pairs):
+        total = fsum(weight for _, weight in pairs)
+        return [(token, weight / total) for token, weight in pairs]
+
+    ranked = normalized([(token, exp(logit / temperature)) for token, logit in enumerate(logits)])
+    ranked.sort(key=lambda pair: (-pair[1], pair[0]))
+    if top_k:
+        ranked = normalized(ranked[:top_k])
+    while top_p < 1 and len(ranked) > 1 and fsum(weight for _, weight in ranked[:-1]) >= top_p:
+        ranked.pop()
+    ranked = normalized(ranked)
+    return dict(normalized([pair for pair in ranked if pair[1] >= min_p * ranked[0][1]]))
+
+
+class Stuck(random.Random):
+    """A generator whose every number is the same."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__(0)
+        self.number = number
+
+    def random(self) -> float:
+        return self.number
+
+
+class Edges(unittest.TestCase):
+    def test_temperature_0_is_greedy_and_the_lowest_token_wins(self) -> None:
+        for temperature in (0, 0.0, -0.0):
+            self.assertEqual(draw(LOGITS, temperature=temperature), BEST)
+        self.assertEqual(draw([7.0] * 5), 0)
+        self.assertEqual(draw([-inf, -inf, -1e308, -inf]), 2)
+
+    def test_a_tiny_temperature_does_not_overflow(self) -> None:
+        """K068"""
+        for temperature in (1e-3, 1e-6, 1e-12, 1e-300, 5e-324):
+            for logits in (LOGITS[2:], [-1e308, 1e308, 0.0], [1e-300, 0.0], [-700.0, -800.0, -inf]):
+                best = logits.index(max(logits))
+                if (sorted(logits)[-1] - sorted(logits)[-2]) / temperature > 40:
+                    self.assertEqual(draw(logits, temperature=temperature), best)
+            self.assertEqual(drawn(LOGITS, temperature=temperature), {1, 3})  # equals stay equally likely
+
+    def test_a_huge_temperature_is_uniform(self) -> None:
+        self.assertEqual(drawn(LOGITS, temperature=1e6), set(range(SIZE)))
+
+    def test_top_k(self) -> None:
+        """K070"""
+        everything = drawn(LOGITS, temperature=5.0)
+        self.assertEqual(everything, set(range(SIZE)))
+        for top_k in (0, SIZE, SIZE + 1, 2**31):
+            self.assertEqual(drawn(LOGITS, temperature=5.0, top_k=top_k), everything)
+        self.assertEqual(drawn(LOGITS, temperature=5.0, top_k=SIZE - 1), everything - {5})
+        self.assertEqual(drawn(LOGITS, temperature=5.0, top_k=3), {1, 3, 7})
+        self.assertEqual(drawn(LOGITS, temperature=5.0, top_k=1), {BEST})
+
+    def test_top_p(self) -> None:
+        """K069"""
+        for top_p in (0, 0.0, 5e-324, 1e-45, 1e-8):
+            self.assertEqual(drawn(LOGITS, temperature=5.0, top_p=top_p), {BEST})
+        self.assertEqual(drawn(LOGITS, temperature=5.0, top_p=1), set(range(SIZE)))
+        quarters = [0.0] * 4
+        for top_p, kept in ((0.25, 1), (0.2500001, 2), (0.5, 2), (0.75, 3), (0.7500001, 4)):
+            self.assertEqual(drawn(quarters, temperature=1.0, top_p=top_p), set(range(kept)))
+
+    def test_min_p(self) -> None:
+        self.assertEqual(drawn(LOGITS, temperature=5.0, min_p=1), {1, 3})
+        self.assertEqual(drawn(LOGITS, temperature=1.0, min_p=exp(-0.11)), {1, 3, 7})
+        self.assertEqual(drawn(LOGITS, temperature=5.0, min_p=0), set(range(SIZE)))
+
+    def test_no_distribution_no_token(self) -> None:
+        """K076: never a silent token 0"""
+        for logits in ([nan] * 4, [-inf] * 4, [0.0, nan, 1.0], [nan, 0.0, 1.0], [0.0, 1.0, nan], [0.0, inf, 1.0],
+                       [inf] * 4, [inf, nan, -inf]):
+            for temperature in (0.0, 1.0):
+                with self.subTest(logits=logits, temperature=temperature), self.assertRaises(BackendError):
+                    draw(logits, temperature=temperature)
+
+    def test_a_token_of_probability_0_is_never_drawn(self) -> None:
+        for number in (0.0, 5e-324, 0.5, 1.0 - 2.0**-53):
+            for logits, allowed in (([-inf, 0.0, -1.0, -inf], {1, 2}), ([-inf, 3.0, -inf], {1}), ([-900.0, 0.0], {1})):
+                for params in (SamplingParams(1.0), SamplingParams(1.0, top_k=4), SamplingParams(1.0, top_p=0.999)):
+                    self.assertIn(sample(logits, params, Stuck(number))[0], allowed)
+
+    def test_parameters_out_of_range_are_refused(self) -> None:
+        for name, wrongs in (("temperature", (-1.0, nan, inf, -5e-324, True, "1", None)), ("top_k", (-1, 1.0, True, "1")),
+                             ("top_p", (-0.1, 1.0000001, nan, True)), ("min_p", (-0.1, 1.1, nan)),
+                             ("seed", (-1, 1.5, True, "7"))):
+            for wrong in wrongs:
+                with self.subTest(name=name, wrong=wrong), self.assertRaisesRegex(RequestError, name):
+                    SamplingParams(**{name: wrong})
+
+
+class Distribution(unittest.TestCase):
+    CASES = ({}, {"temperature": 0.7}, {"temperature": 2.5}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2},
+             {"temperature": 1.7, "top_k": 6, "top_p": 0.9, "min_p": 0.1}, {"top_k": SIZE + 3, "top_p": 0.9999})
+
+    def test_draws_follow_the_exact_probabilities(self) -> None:
+        """Chi-squared: 4000 draws; 40 is far out for at most 7 degrees of freedom (probability 1e-6)."""
+        for case in self.CASES:
+            with self.subTest(case=case):
+                params = SamplingParams(**{"temperature": 1.0, **case})
+                probabilities = exact(LOGITS, **{"temperature": 1.0, **case})
+                generator, draws = random.Random(7), 4000
+                counts = dict.fromkeys(range(SIZE), 0)
+                for _ in range(draws):
+                    counts[sample(LOGITS, params, generator)[0]] += 1
+                self.assertLessEqual({token for token, count in counts.items() if count}, set(probabilities))
+                distance = sum((counts[token] - draws * p) ** 2 / (draws * p) for token, p in probabilities.items())
+                self.assertLess(distance, 40)
+
+    def test_kept_tokens_are_those_of_the_definition(self) -> None:
+        for seed in range(300):
+            with self.subTest(seed=seed):
+                dice = random.Random(seed)
+                logits = [dice.choice((dice.gauss(0, 3), 1.0)) for _ in range(dice.randint(1, 12))]
+                case = {"temperature": dice.choice((0.3, 1.0, 4.0)), "top_k": dice.randint(0, 13),
+                        "top_p": dice.choice((1.0, dice.random())), "min_p": dice.choice((0.0, dice.random()))}
+                kept = dict(kept_tokens(logits, max(logits), SamplingParams(**case)))
+                probabilities = exact(logits, **case)
+                self.assertEqual(set(kept), set(probabilities))
+                total = fsum(kept.values())
+                for token, weight in kept.items():
+                    self.assertAlmostEqual(weight / total, probabilities[token], places=12)
+
+    def test_logprob_is_that_of_temperature_1_without_filters(self) -> None:
+        for params in (SamplingParams(), SamplingParams(0.1), SamplingParams(3.0, top_k=2)):
+            token, logprob = sample(LOGITS, params, random.Random(3))
+            self.assertAlmostEqual(logprob, LOGITS[token] - log(fsum(map(exp, LOGITS))), places=12)
+        self.assertEqual(sample([5.0], SamplingParams(), random.Random(0)), (0, 0.0))
+        self.assertEqual(sample([1e308, -1e308], SamplingParams(), random.Random(0)), (0, 0.0))
+        self.assertAlmostEqual(sample([-1e5] * 4, SamplingParams(), random.Random(0))[1], -log(4.0))
+
+
+class Generators(unittest.TestCase):
+    def test_one_number_for_a_sampled_token_none_for_a_greedy_one(self) -> None:
+        for params, numbers in ((SamplingParams(), 0), (SamplingParams(1.0), 1), (SamplingParams(1.0, top_k=1), 1)):
+            used, fresh = random.Random(5), random.Random(5)
+            sample(LOGITS, params, used)
+            for _ in range(numbers):
+                fresh.random()
+            self.assertEqual(used.getstate(), fresh.getstate())
+
+    def test_a_generator_depends_on_its_request_alone(self) -> None:
+        """K073"""
+        def numbers(name: str, seed: int | None, engine_seed: int) -> list[float]:
+            asked = Request(name, [1], 1, sampling=SamplingParams(1.0, seed=seed))
+            generator = request_generator(asked, engine_seed)
+            return [generator.random() for _ in range(3)]
+
+        self.assertEqual(numbers("a", 42, 0), numbers("b", 42, 1))
+        self.assertEqual(numbers("a", None, 5), numbers("a", None, 5))
+        streams = [numbers("a", 42, 0), numbers("a", 43, 0), numbers("a", None, 0), numbers("a", None, 1),
+                   numbers("b", None, 0), numbers("a", 0, 0)]
+        self.assertEqual(len({first for first, *_ in streams}), len(streams))
+
+    def test_neighbouring_seeds_and_ids_are_unrelated(self) -> None:
+        """The first numbers of 2000 neighbours fill ten bins evenly, and so do the differences of neighbours."""
+        for kind in ("seed", "id"):
+            asked = [Request(f"r{i}", [1], 1, sampling=SamplingParams(1.0, seed=i if kind == "seed" else None))
+                     for i in range(2000)]
+            first = [request_generator(request, 0).random() for request in asked]
+            steps = [(b - a) % 1.0 for a, b in zip(first, first[1:])]
+            for numbers in (first, steps):
+                bins = [sum(int(number * 10) == i for number in numbers) for i in range(10)]
+                self.assertLess(sum((count - 200) ** 2 / 200 for count in bins), 45, kind)
+
+
+if __name__ == "__main__":
+    unittest.main()
