@@ -19,8 +19,8 @@ otherwise.
 
 - Admission: in order, when a slot (of max_running) is free, the budget leaves it a token, and pages for *all* its
   known tokens are free: prefill never stops half-way for want of pages.
-- Bypass: a request that lacks pages may be overtaken by later ones that fit, at most BYPASS_LIMIT times; then the
-  queue holds until it is in. So small requests pass a heavy one, and the heavy one is not starved.
+- Bypass: the first request that lacks pages may be overtaken by later ones that fit, at most BYPASS_LIMIT times;
+  then the queue holds until it is in. So small requests pass a heavy one, and the heavy one is not starved.
 - Preemption: when a decoding request needs a page and none is free, the *last* running request gives up its pages
   and goes back to its place in the queue. The first live request is never preempted once it runs: it always finishes.
 - Decode gap: a running request that decodes gets a token in every step whose budget covers the running requests,
@@ -91,7 +91,7 @@ class Reasons(Mapping[str, str]):
 @dataclass(frozen=True)
 class ScheduleDecision:
     """What one step does. The tuples hold request ids; ``finished`` are those that ended since the last decision.
-    ``reasons`` says in words why each request mentioned got what it got."""
+    ``reasons`` says in words why each live request got what it got; of a long queue, those at its head."""
 
     step: int
     budget_tokens: int
@@ -249,6 +249,9 @@ class ContinuousBatchScheduler:
             self._plan_admissions(plan)
             self._plan_prefills(plan)
             self._plan_decodes(plan)
+        else:
+            for sequence in (*self._running.values(), *self._waiting.first(BYPASS_LIMIT)):
+                plan.reasons.say(sequence.id, "waits: this step's budget is 0")
         finished, self._finished = tuple(self._finished), []
         return ScheduleDecision(plan.step, plan.budget, tuple(plan.chunks), tuple(plan.admitted), tuple(plan.preempted),
                                 finished, self._waiting.ids, self._ids_running(), plan.reasons)
