@@ -41,8 +41,9 @@ class KVStore(Protocol):
     def read(self, page: int, offset: int) -> tuple[list[float], list[float]]:
         """The key and the value in a slot."""
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy all slots of a page: the copy in copy-on-write."""
+    def copy_page(self, source: int, target: int, origin: Any = None) -> None:
+        """Copy all slots of a page, for copy-on-write; from the pages of another store of the same kind and shape
+        (``origin``) when swapping."""
 
 
 class Backend(Protocol):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import product
 from math import cos, exp, sin, sqrt
 from operator import add, mul
 from typing import Union
@@ -182,9 +183,9 @@ class CpuKVStore:
     def _token(self, numbers: list[list[list[array[float]]]], slot: int) -> list[float]:
         return [number for layer in numbers for head in layer for number in head[slot]]
 
-    def copy_page(self, source: int, target: int) -> None:
-        size = self.page_size
-        for numbers in (self.keys, self.values):
-            for layer in numbers:
-                for slots in layer:
-                    slots[target * size:(target + 1) * size] = slots[source * size:(source + 1) * size]
+    def copy_page(self, source: int, target: int, origin: CpuKVStore | None = None) -> None:
+        size, origin = self.page_size, origin or self
+        for theirs, ours in ((origin.keys, self.keys), (origin.values, self.values)):
+            for layer, head in product(range(self.layers), range(self.kv_heads)):
+                page = theirs[layer][head][source * size:(source + 1) * size]
+                ours[layer][head][target * size:(target + 1) * size] = page

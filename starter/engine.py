@@ -4,40 +4,56 @@
     step:     decision = scheduler.step(budget)          which tokens, for whom, why; pages reserved in the same call
               batch    = Batch.of(pieces)                flat tokens, positions, slots
               logits   = model.forward(batch, store)     only the rows that need a next token
-              token    = sample(logits, generator)       the request's own generator
+              token    = sample(logits, generator)       the sample's own generator
               events  -> streams, timeline, metrics      finished requests have given their pages back
 
-The engine pulls: a step runs when somebody asks for one (``step``, ``run``) or reads a stream that has no news.
+The engine pulls: a step runs when somebody asks for one (``step``, ``run``) or reads a stream that has no news. After
+``start()`` a thread of its own runs the steps instead, and readers wait for news.
 
 Promises, each a property in tests/test_engine.py and scripts/fuzz.py:
-- One terminal event for every accepted request; token indices 0, 1, 2, ... once each; nothing after the terminal event.
+- One last event for every sample of an accepted request; token indices 0, 1, 2, ... once each; nothing after it.
 - After ``cancel`` returns, no further token, tokens that were computed but not yet read included (V3).
 - A request that fails ends with finish_reason "error" and the reason; its neighbours' tokens stay the same.
 - A call that raises has changed nothing.
-- Threads: every method may be called from any thread; one lock serializes them, a step included.
+- Threads: every method may be called from any thread. Steps are serialized; the lock on the engine's state is not
+  held while the decoder computes, so submit, cancel and reading never wait for it.
+- Bounded: at most ``max_waiting`` requests wait, and a stream holds at most max_tokens * n unread events.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from threading import RLock
+from threading import Condition, RLock, Thread
+from typing import Union
 
 from . import __version__
 from .backend import Backend
 from .batch import Batch, Piece
-from .errors import BackendError, CapacityError, DuplicateRequestError, EngineError, RequestError, UnknownRequestError
+from .errors import (
+    BackendError,
+    CapacityError,
+    DuplicateRequestError,
+    EngineError,
+    QueueFullError,
+    RequestError,
+    UnknownRequestError,
+)
 from .kv_cache import KVCacheManager
 from .loading import AS_IN_SCENARIO, Loaded, load_checkpoint_model, load_scenario_model
 from .metrics import Metrics
 from .recorder import Recorder
-from .sampling import request_generator, sample
+from .sampling import Choice, sample, sample_generator
 from .scheduler import ContinuousBatchScheduler, ScheduledChunk, ScheduleDecision
 from .schema import EngineSettings, Request, SamplingParams, Scenario, TokenEvent
-from .streams import RequestStatus, RequestStream
+from .stop_strings import StopStrings
+from .streams import RequestStatus, RequestStream, Sample, sample_id
 from .timeline import Timeline
+
+Logits = Sequence[float]
+Outcome = Union[list[Choice], Exception]  # of a sequence in a step: its token (after a prompt, one for each sample)
 
 
 class InferenceEngine:
@@ -47,14 +63,18 @@ class InferenceEngine:
                  clock: Callable[[], float] | None = None) -> None:
         self.model, self.tokenizer, self.settings = loaded.model, loaded.tokenizer, settings or EngineSettings()
         self._recorder = Recorder(clock or time.monotonic)
-        self._lock = RLock()
-        self._streams: dict[str, RequestStream] = {}
+        self._stepping = RLock()  # held by whoever runs a step
+        self._news = Condition(RLock())  # held while state is read or changed; notified when there are new events
+        self._streams: dict[str, RequestStream] = {}  # by request: live, or with unread events
+        self._samples: dict[str, Sample] = {}  # by sequence: live
         self._submitted = 0
         self._closed = False
+        self._thread: Thread | None = None
+        self._failure: BaseException | None = None  # what stopped the engine's own thread
         self.kv = self._make_cache()
         self.scheduler = ContinuousBatchScheduler(
             self.settings.max_running, self.settings.policy, self.kv if self.settings.use_cache else None,
-            self.settings.batching)
+            self.settings.batching, self.settings.preemption, lambda sequence_id: self._samples[sequence_id].tokens)
         self._recorder.header(engine=__version__, backend=self.model.backend.name, settings=asdict(self.settings),
                               model=asdict(self.model.config), page_bytes=self.kv.store.page_bytes,
                               num_pages=self.kv.total_pages, weight_bytes=self.model.weight_bytes, **loaded.about)
@@ -89,8 +109,11 @@ class InferenceEngine:
             if num_pages == 0:
                 raise CapacityError(f"kv_budget_bytes {settings.kv_budget_bytes} is less than one page of "
                                     f"{settings.page_size} tokens ({page_bytes} bytes); give a larger budget")
-        return KVCacheManager(num_pages, settings.page_size, config.layers * config.kv_width,
-                              store=self.model.new_store(num_pages, settings.page_size), observer=self._on_pages)
+        host_pages = settings.host_pages if settings.preemption == "swap" else 0
+        return KVCacheManager(
+            num_pages, settings.page_size, config.layers * config.kv_width, settings.prefix_sharing,
+            self.model.new_store(num_pages, settings.page_size), host_pages,
+            self.model.new_store(host_pages, settings.page_size), observer=self._on_pages)
 
     def __enter__(self) -> InferenceEngine:
         return self
@@ -102,27 +125,54 @@ class InferenceEngine:
         return (f"<InferenceEngine {self.model.backend.name}: step {self.steps}, {len(self.active)} active requests, "
                 f"{self.kv.free_pages} of {self.kv.total_pages} pages free>")
 
+    def start(self) -> None:
+        """Run steps in a thread of the engine's own from now on, whenever there is work. Idempotent."""
+        with self._news:
+            self._require_open()
+            if self._thread is None:
+                self._thread = Thread(target=self._serve, name="engine", daemon=True)
+                self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            while self._wait_for_work():
+                self.step()
+        except BaseException as failure:  # told to whoever waits for news; there is nobody else to raise it to
+            with self._news:
+                self._failure = failure
+                self._news.notify_all()
+
+    def _wait_for_work(self) -> bool:
+        with self._news:
+            self._news.wait_for(lambda: self._closed or not self.scheduler.idle)
+            return not self._closed
+
     def close(self) -> None:
-        """Cancel what is live and give all pages back. Idempotent."""
-        with self._lock:
-            for request_id in self.scheduler.live:
-                self.cancel(request_id)
+        """Cancel what is live, give all pages back, and end the engine's own thread. Idempotent."""
+        with self._news:
+            for stream in list(self._streams.values()):
+                if stream.finish_reason is None:
+                    self.cancel(stream.request.request_id)
             self._closed = True
+            self._news.notify_all()
+            thread, self._thread = self._thread, None
+        if thread:
+            thread.join()
 
     # ------------------------------------------------------------------------------------------ serving
 
     def submit(self, prompt_tokens: Sequence[int], max_tokens: int, *, request_id: str | None = None,
                sampling: SamplingParams | None = None, priority: int = 0, stop_tokens: Sequence[int] = (),
                cache_salt: str | None = None) -> str:
-        """Queue a prompt for at most ``max_tokens`` new tokens and return its id. RequestError, CapacityError or
-        DuplicateRequestError leave the engine as it was. O(prompt)."""
-        with self._lock:
+        """Queue a prompt for at most ``max_tokens`` new tokens and return its id. RequestError, CapacityError,
+        DuplicateRequestError or QueueFullError leave the engine as it was. O(prompt)."""
+        with self._news:
             self._require_open()
-            if request_id is None:
-                request_id = self._fresh_id()
+            request_id = self._fresh_id() if request_id is None else request_id
             try:
-                request = self._check(prompt_tokens, max_tokens, request_id, sampling or SamplingParams(), priority,
-                                      stop_tokens, cache_salt)
+                request = Request(request_id, prompt_tokens, max_tokens, self._recorder.clock(), priority,
+                                  sampling or SamplingParams(), stop_tokens, cache_salt)
+                self._check(request)
                 stream = self._make_stream(request)
                 self.scheduler.submit(request)
             except RequestError as error:
@@ -130,30 +180,38 @@ class InferenceEngine:
                 raise
             self._submitted += 1
             self._streams[request_id] = stream
+            self._samples.update({sample_.id: sample_ for sample_ in stream.samples})
             self._recorder.event("submit", request=request_id, prompt_tokens=list(request.prompt_tokens),
                                  max_tokens=max_tokens)
             if max_tokens == 0:
-                self._end(stream, "length")
+                self._end_all(stream, "length")
+            self._news.notify_all()
             return request_id
 
-    def _check(self, prompt_tokens: Sequence[int], max_tokens: int, request_id: str, sampling: SamplingParams,
-               priority: int, stop_tokens: Sequence[int], cache_salt: str | None) -> Request:
-        arrival = self._recorder.clock()
-        request = Request(request_id, prompt_tokens, max_tokens, arrival, priority, sampling, stop_tokens, cache_salt)
+    def _check(self, request: Request) -> None:
+        """What only the engine knows: the model's limits, ids in use, the length of the queue."""
         request.check_against(self.model.config)
-        taken = self._streams.get(request_id)
-        if taken and taken.finish_reason is None:
-            raise DuplicateRequestError(f"request {request_id!r} is live; choose another id or cancel it first")
-        if taken and taken.finish_reason != "cancelled":
-            raise DuplicateRequestError(f"the stream of the finished request {request_id!r} was not read to its end; "
-                                        f"read it, or choose another id")
-        return request
+        taken = self._streams.get(request.request_id)
+        if taken and taken.finish_reason not in (None, "cancelled"):
+            raise DuplicateRequestError(f"the stream of the finished request {request.request_id!r} was not read to "
+                                        f"its end; read it, or choose another id")
+        for number in range(request.sampling.n):
+            if (sequence_id := sample_id(request.request_id, number)) in self._samples:
+                raise DuplicateRequestError(f"request {sequence_id!r} is live; choose another id or cancel it first")
+        if self.scheduler.waiting_count >= self.settings.max_waiting:
+            raise QueueFullError(f"{self.scheduler.waiting_count} requests wait, and max_waiting is "
+                                 f"{self.settings.max_waiting}; try again when some have been served")
 
     def _make_stream(self, request: Request) -> RequestStream:
-        text = self.tokenizer.stream()
-        for token in request.prompt_tokens:  # the text goes on from the prompt's, which its reader knows
-            text.push(token)
-        return RequestStream(request, request_generator(request, self.settings.seed), text, list(request.prompt_tokens))
+        stream = RequestStream(request)
+        for number in range(request.sampling.n):
+            decoder = self.tokenizer.stream()
+            for token in request.prompt_tokens:  # the text goes on from the prompt's, which its reader knows
+                decoder.push(token)
+            generator = sample_generator(request.sampling, request.request_id, number, self.settings.seed)
+            stream.samples.append(Sample(stream, number, generator, decoder, StopStrings(request.sampling.stop),
+                                         list(request.prompt_tokens), started=number == 0))
+        return stream
 
     def _fresh_id(self) -> str:
         number = self._submitted
@@ -163,53 +221,59 @@ class InferenceEngine:
 
     def stream(self, request_id: str) -> Iterator[TokenEvent]:
         """The request's events, each once, from where the last reader stopped; runs engine steps while there is no
-        news. UnknownRequestError for an id never seen, or whose terminal event was read."""
-        with self._lock:
+        news. UnknownRequestError for an id never seen, or whose last event was read."""
+        with self._news:
             self._require_open()
             return self._read(self._find(request_id))
 
     def _read(self, stream: RequestStream) -> Iterator[TokenEvent]:
-        while True:
-            with self._lock:
-                while not (stream.events or stream.drained):
-                    self.step()
-                if stream.drained:  # by another reader of the same stream
-                    return
-                event = self._take(stream)
+        while (event := self._next_event(stream)) is not None:
             yield event
-            if event.finish_reason:
-                return
+
+    def _next_event(self, stream: RequestStream) -> TokenEvent | None:
+        """The next event, waited or worked for; None when the stream has ended."""
+        while True:
+            with self._news:
+                if self._thread:
+                    self._news.wait_for(lambda: stream.events or stream.drained or self._failure)
+                if stream.events:
+                    return self._take(stream)
+                if stream.drained:
+                    return None
+                if self._failure:
+                    raise EngineError(f"the engine's thread has stopped: {self._failure!r}") from self._failure
+            with self._stepping:  # unless another thread's step has brought news meanwhile
+                if not (stream.events or stream.drained):
+                    self.step()
 
     def poll(self, request_id: str) -> list[TokenEvent]:
         """The request's unread events, without running a step."""
-        with self._lock:
+        with self._news:
             stream = self._find(request_id)
             return [self._take(stream) for _ in range(len(stream.events))]
 
     def cancel(self, request_id: str) -> None:
-        """End a request now: its pages are free and its stream holds nothing but the terminal event. Does nothing
-        to a finished request. UnknownRequestError for an unknown id."""
-        with self._lock:
+        """End a request now: its pages are free and its stream holds nothing but the last events. Does nothing to a
+        finished request. UnknownRequestError for an unknown id."""
+        with self._news:
             stream = self._find(request_id)
-            if stream.finish_reason:
-                return
-            stream.withhold()
-            self._recorder.event("cancel", request=request_id)
-            self.scheduler.cancel(request_id)
-            self._end(stream, "cancelled")
+            if stream.finish_reason is None:
+                stream.withhold()
+                self._recorder.event("cancel", request=request_id)
+                self._end_all(stream, "cancelled")
+                self._news.notify_all()
 
     def run(self) -> int:
         """Step until no request is live; return the number of steps."""
-        with self._lock:
-            before = self.steps
-            while not self.scheduler.idle:
-                self.step()
-            return self.steps - before
+        before = self.steps
+        while not self.scheduler.idle:
+            self.step()
+        return self.steps - before
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int,
                  sampling: SamplingParams | None = None) -> list[list[int]]:
-        """Continue several prompts together; the tokens of each. All or none: a prompt that is refused, or that ends
-        with an error, cancels the others and raises."""
+        """Continue several prompts together; the tokens of each (of n samples, the first). All or none: a prompt that
+        is refused, or that ends with an error, cancels the others and raises."""
         request_ids: list[str] = []
         try:
             for prompt in prompts:
@@ -227,7 +291,7 @@ class InferenceEngine:
         for event in self.stream(request_id):
             if event.finish_reason == "error":
                 raise BackendError(f"{request_id} ended with an error: {event.error}")
-            if event.token is not None:
+            if event.token is not None and event.sample == 0:
                 tokens.append(event.token)
         return tokens
 
@@ -236,7 +300,9 @@ class InferenceEngine:
     @property
     def active(self) -> tuple[str, ...]:
         """Ids of live requests: running first, then waiting."""
-        return self.scheduler.live
+        with self._news:
+            live = [self._samples[sequence_id].stream for sequence_id in self.scheduler.live]
+            return tuple(dict.fromkeys(stream.request.request_id for stream in live))
 
     @property
     def steps(self) -> int:
@@ -250,125 +316,168 @@ class InferenceEngine:
 
     def status(self, request_id: str) -> RequestStatus:
         """Where a live or unread request stands."""
-        with self._lock:
+        with self._news:
             stream = self._find(request_id)
-            running = self.scheduler.is_running(request_id)
+            running = any(self.scheduler.is_running(sample.id) for sample in stream.samples)
             state = "finished" if stream.finish_reason else "running" if running else "waiting"
-            return RequestStatus(request_id, state, len(stream.request.prompt_tokens), stream.generated,
-                                 stream.finish_reason)
+            generated = sum(sample.generated for sample in stream.samples)
+            return RequestStatus(request_id, state, len(stream.request.prompt_tokens), generated, stream.finish_reason)
 
     def metrics(self) -> Metrics:
         """TTFT, TPOT, utilization and the rest up to now; see ``metrics.py`` for what each means."""
-        with self._lock:
+        with self._news:
             return self._recorder.metrics()
 
     # --------------------------------------------------------------------------------------------- step
 
     def step(self, budget_tokens: int | None = None) -> ScheduleDecision:
         """Plan and compute one step of at most ``budget_tokens`` (the settings' budget if None)."""
-        with self._lock:
-            self._require_open()
-            decision = self.scheduler.step(self.settings.budget_tokens if budget_tokens is None else budget_tokens)
-            self._recorder.planned(decision, self._positions(decision), self.kv)
-            self._end_failures()
+        with self._stepping:
+            with self._news:
+                self._require_open()
+                decision = self.scheduler.step(
+                    self.settings.budget_tokens if budget_tokens is None else budget_tokens)
+                pieces = self._pieces(decision.chunks)
+                self._recorder.planned(decision, self._positions(pieces.values()), self.kv)
+                self._end_failures()
+                planned = {sequence_id: self._samples[sequence_id] for sequence_id in pieces}
             try:
-                results = self._compute(decision.chunks)
+                rows = self._compute(pieces)
             except BaseException:  # an interrupt: nothing of this step counts, the next one plans it again
                 self.scheduler.abandon_step()
                 raise
-            self._recorder.step_completed()
-            for request_id, result in results.items():
-                if isinstance(result, Exception):
-                    self.scheduler.finish(request_id, "error")
-                    self._end(self._streams[request_id], "error", f"{type(result).__name__}: {result}")
-            self.scheduler.complete_step()
-            for request_id, result in results.items():
-                if not isinstance(result, Exception):
-                    self._emit(self._streams[request_id], *result)
-            self._end_failures()
+            with self._news:
+                self._recorder.step_completed()
+                self._settle({planned[sequence_id]: row for sequence_id, row in rows.items()
+                              if self._samples.get(sequence_id) is planned[sequence_id]})  # else cancelled meanwhile
+                self._news.notify_all()
             return decision
 
-    def _compute(self, chunks: Sequence[ScheduledChunk]) -> dict[str, tuple[int, float] | Exception]:
-        """The next token and its logprob for each chunk that yields one; an exception for each request that failed.
+    def _pieces(self, chunks: Sequence[ScheduledChunk]) -> dict[str, Piece]:
+        """What each scheduled sequence computes, by its id. Tokens are copied: the computation holds no lock."""
+        pieces = {}
+        for chunk in chunks:
+            try:
+                pieces[chunk.request_id] = self._piece(chunk)
+            except EngineError as error:  # its pages were taken away from outside
+                self.scheduler.fail(chunk.request_id, error)
+        return pieces
 
-        When the batch fails, each request is tried alone (its slots are simply written again, with the same
+    def _piece(self, chunk: ScheduledChunk) -> Piece:
+        tokens = self._samples[chunk.request_id].tokens
+        end = chunk.start + chunk.count
+        if not self.settings.use_cache:  # all of them, and only when the next token is due
+            return Piece(list(tokens), 0, (), wants_logits=end == len(tokens))
+        pages = self.kv.pages(self.scheduler.handle(chunk.request_id))
+        return Piece(tokens[chunk.start:end], chunk.start, pages, wants_logits=end == len(tokens))
+
+    def _positions(self, pieces: Iterable[Piece]) -> int:
+        """How many positions a planned step sends through the decoder."""
+        return sum(len(piece.tokens) for piece in pieces if self.settings.use_cache or piece.wants_logits)
+
+    def _compute(self, pieces: Mapping[str, Piece]) -> dict[str, Logits | Exception]:
+        """Logits of each sequence whose next token is due; an exception for each one that failed.
+
+        When the batch fails, each sequence is tried alone (its slots are simply written again, with the same
         numbers), so that only those at fault end. This relies on batch-equals-solo.
         """
         try:
-            rows = self._forward(chunks)
+            return self._forward(pieces)
         except Exception:
-            rows = {}
-            for chunk in chunks:
+            rows: dict[str, Logits | Exception] = {}
+            for sequence_id, piece in pieces.items():
                 try:
-                    rows.update(self._forward([chunk]))
+                    rows.update(self._forward({sequence_id: piece}))
                 except Exception as error:
-                    rows[chunk.request_id] = error
-        return {request_id: self._sample(request_id, row) for request_id, row in rows.items()}
+                    rows[sequence_id] = error
+            return rows
 
-    def _forward(self, chunks: Sequence[ScheduledChunk]) -> dict[str, Sequence[float] | Exception]:
-        """Logits by request id, for the chunks that reach the end of their request's known tokens."""
-        pieces = {chunk.request_id: self._piece(chunk) for chunk in chunks}
-        wanted = [request_id for request_id, piece in pieces.items() if piece.wants_logits]
+    def _forward(self, pieces: Mapping[str, Piece]) -> dict[str, Logits | Exception]:
+        wanted = [sequence_id for sequence_id, piece in pieces.items() if piece.wants_logits]
         if not self.settings.use_cache:
-            return {request_id: self.model.forward_uncached(self._streams[request_id].tokens) for request_id in wanted}
+            return {sequence_id: self.model.forward_uncached(pieces[sequence_id].tokens) for sequence_id in wanted}
         if not pieces:
             return {}
         batch = Batch.of(pieces.values(), self.kv.page_size)
         return dict(zip(wanted, self.model.forward(batch, self.kv.store)))
 
-    def _piece(self, chunk: ScheduledChunk) -> Piece:
-        tokens = self._streams[chunk.request_id].tokens
-        end = chunk.start + chunk.count
-        pages = self.kv.pages(self.scheduler.handle(chunk.request_id)) if self.settings.use_cache else ()
-        return Piece(tokens[chunk.start:end], chunk.start, pages, wants_logits=end == len(tokens))
+    def _settle(self, rows: Mapping[Sample, Logits | Exception]) -> None:
+        """The step's numbers are there: choose tokens, end what has failed, start further samples, tell everybody."""
+        outcomes = {sample_: self._choose(sample_, row) for sample_, row in rows.items()}
+        for sample_, outcome in outcomes.items():
+            if isinstance(outcome, Exception):
+                self._end_all(sample_.stream, "error", f"{type(outcome).__name__}: {outcome}")
+        self.scheduler.complete_step()
+        self._end_failures()
+        for sample_, outcome in outcomes.items():
+            if not isinstance(outcome, Exception) and sample_.finish_reason is None:
+                self._emit_all(sample_, outcome)
 
-    def _sample(self, request_id: str, row: Sequence[float] | Exception) -> tuple[int, float] | Exception:
+    def _choose(self, sample_: Sample, row: Logits | Exception) -> Outcome:
+        """Sample the next token; after the prompt of a request with n samples, one for each."""
         if isinstance(row, Exception):
             return row
-        stream = self._streams[request_id]
+        samples = [each for each in sample_.stream.samples if each is sample_ or not each.started]
+        request = sample_.stream.request
         try:
-            return sample(row, stream.request.sampling, stream.generator)
+            return [sample(row, request.sampling, each.generator, request.prompt_tokens,
+                           each.tokens[len(request.prompt_tokens):], self._end_tokens(request)) for each in samples]
         except BackendError as error:
             return error
 
-    # ------------------------------------------------------------------------------------------- events
+    def _end_tokens(self, request: Request) -> tuple[int, ...]:
+        eos = () if request.sampling.ignore_eos else self.model.config.eos_tokens
+        return (*eos, *request.stop_tokens)
 
-    def _emit(self, stream: RequestStream, token: int, logprob: float) -> None:
-        """A new token goes into its stream; the request ends here if it is its last."""
-        request = stream.request
-        reason = None
-        if token in self.model.config.eos_tokens or token in request.stop_tokens:
-            reason = "stop"
-        elif stream.generated + 1 == request.max_tokens:
-            reason = "length"
-        if reason and self.scheduler.is_running(request.request_id):  # at max_tokens it has ended by itself
-            self.scheduler.finish(request.request_id, reason)
-        event = stream.token(token, logprob, reason, self.steps - 1, self._recorder.clock())
-        self._recorder.event("token", request=request.request_id, index=event.index, token=token, text=event.text)
-        if reason:
-            self._record_finish(stream)
+    def _emit_all(self, first: Sample, choices: list[Choice]) -> None:
+        """A sample's next token; after the prompt, the other samples start from the same pages with theirs."""
+        started = [sample_ for sample_ in first.stream.samples if sample_ is first or not sample_.started]
+        for sample_ in started[1:] if len(choices) > 1 else ():
+            sample_.started = True
+            self._recorder.event("fork", request=sample_.id, parent=first.id)
+            if first.stream.request.max_tokens > 1:  # else it has all its tokens with this one
+                self.scheduler.fork(first.id, replace(first.stream.request, request_id=sample_.id))
+        for sample_, choice in zip(started, choices):
+            self._emit(sample_, choice)
 
-    def _end(self, stream: RequestStream, reason: str, error: str | None = None) -> None:
-        """End a request without a token."""
-        stream.end(reason, error, self.steps, self._recorder.clock())
-        self._record_finish(stream, **({"error": error} if error else {}))
+    def _emit(self, sample_: Sample, choice: Choice) -> None:
+        """A new token goes into its stream; the sample ends here if it is its last."""
+        ends = choice.token in self._end_tokens(sample_.stream.request)
+        event = sample_.add(choice, ends, self.steps - 1, self._recorder.clock())
+        if event.finish_reason and self.scheduler.is_running(sample_.id):  # at max_tokens it has ended by itself
+            self.scheduler.finish(sample_.id, event.finish_reason)
+        self._recorder.event("token", request=sample_.id, index=event.index, token=event.token, text=event.text)
+        if event.finish_reason:
+            self._forget(sample_)
 
-    def _record_finish(self, stream: RequestStream, **fields: object) -> None:
-        self._recorder.event("finish", request=stream.request.request_id, reason=stream.finish_reason,
-                             tokens=stream.generated, **fields)
+    def _end_all(self, stream: RequestStream, reason: str, error: str | None = None) -> None:
+        """End all unfinished samples of a request without a token."""
+        for sample_ in stream.samples:
+            if self.scheduler.is_live(sample_.id):
+                self.scheduler.finish(sample_.id, reason)
+            if sample_.finish_reason is None:
+                self._end(sample_, reason, error)
+
+    def _end(self, sample_: Sample, reason: str, error: str | None) -> None:
+        sample_.end(reason, error, self.steps, self._recorder.clock())
+        self._forget(sample_, **({"error": error} if error else {}))
+
+    def _forget(self, sample_: Sample, **fields: object) -> None:
+        """A finished sample is no longer a sequence; only its events remain, until they are read."""
+        del self._samples[sample_.id]
+        if sample_.started:
+            self._recorder.event("finish", request=sample_.id, reason=sample_.finish_reason, tokens=sample_.generated,
+                                 **fields)
 
     def _end_failures(self) -> None:
-        for request_id, reason in self.scheduler.take_failures().items():
-            if self._streams[request_id].finish_reason is None:  # its last token may have ended it in this step
-                self._end(self._streams[request_id], "error", reason)
+        """Sequences whose pages could not be provided end, and with a first one those it has not started yet."""
+        for sequence_id, reason in self.scheduler.take_failures().items():
+            failed = self._samples[sequence_id]
+            for sample_ in failed.stream.samples:
+                if sample_ is failed or not sample_.started:
+                    self._end(sample_, "error", reason)
 
-    def _positions(self, decision: ScheduleDecision) -> int:
-        """How many positions a planned step sends through the decoder; without a cache, every new token its whole
-        context."""
-        if self.settings.use_cache:
-            return decision.scheduled_tokens
-        pieces = map(self._piece, decision.chunks)
-        return sum(piece.start + len(piece.tokens) for piece in pieces if piece.wants_logits)
+    # ------------------------------------------------------------------------------------------- events
 
     def _on_pages(self, change: str, request_id: str, pages: tuple[int, ...]) -> None:
         """The page manager's observer."""
@@ -377,7 +486,7 @@ class InferenceEngine:
     # ------------------------------------------------------------------------------------------- inside
 
     def _take(self, stream: RequestStream) -> TokenEvent:
-        event = stream.take()
+        event = stream.events.popleft()
         if stream.drained and self._streams.get(event.request_id) is stream:  # a newer request may have the id
             del self._streams[event.request_id]
         return event

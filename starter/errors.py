@@ -9,6 +9,7 @@ of this package still catches a ``SchemaError`` as a ``ValueError``.
     +-- RequestError (ValueError)       a request is malformed
     |   +-- DuplicateRequestError       its id is taken
     |   +-- CapacityError               it can never fit, however long it waits
+    |   +-- QueueFullError              too many requests wait already; try again later
     +-- UnknownRequestError (KeyError)  nobody knows this id
     +-- OutOfPagesError                 it does not fit *now*; try again when pages are free
     +-- StaleHandleError                a handle that was released, or that another manager gave out
@@ -42,6 +43,10 @@ class DuplicateRequestError(RequestError):
 
 class CapacityError(RequestError):
     """A request that could not be served even by an otherwise empty engine."""
+
+
+class QueueFullError(RequestError):
+    """As many requests wait as the settings allow (``max_waiting``). Nothing is wrong with this one."""
 
 
 class UnknownRequestError(EngineError, KeyError):

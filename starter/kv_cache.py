@@ -1,20 +1,26 @@
-"""M2, M4 · Pages of keys and values: who holds which, who shares which, and what is free.
+"""M2, M4 · Block tables: which pages hold a request's keys and values, shared, copied, swapped out and back.
 
 A page has ``page_size`` slots, a slot holds one token's key and value. A request's *block table* lists its pages
 in order, so position p lives in page table[p // page_size] at offset p % page_size (Kwon et al. 2023,
-"PagedAttention": fixed pages, block tables, reference counts and copy-on-write are taken from there).
+"PagedAttention": fixed pages, block tables, reference counts, copy-on-write and swapping are taken from there).
 
     pool      0 [r1] 1 [r1 r2] 2 [r2] 3 [free] 4 [free]            page_size 4
     r1: pages (1, 0), 6 tokens     1: . . . .   0: . . _ _         2 slots reserved but empty
     r2: pages (1, 2), 5 tokens     shares page 1 after a fork, page 2 is its own copy
 
-The manager keeps tables and counts and holds no numbers: those are in a *store* (``backend.KVStore``), which the
-decoder writes through the same pages. ``append`` and ``read`` are the plain way to that same store.
+The manager keeps tables and counts (``pages.py`` keeps the pool) and holds no numbers: those are in a *store*
+(``backend.KVStore``), which the decoder writes through the same pages. ``append`` and ``read`` are the plain way to
+that same store.
+
+With ``prefix_sharing`` a new request starts on the pages that already hold the beginning of its prompt. Pages are
+published when ``commit`` says that they were computed, and found by exact comparison of all tokens up to them.
 
 Promises, each a property in tests/test_kv_cache.py:
-- Conservation: after every call, returned or raised, free pages + pages in block tables = total; ``check()`` proves it.
+- Conservation: after every call, returned or raised, free + cached + used pages = total; ``check()`` proves it.
 - All or nothing: a call that raises OutOfPagesError has changed no table, no count and no stored number.
 - Isolation: a slot is written only while its page is in exactly one table; a shared page is copied first.
+- A page that can still be found is never handed out: eviction forgets it first, the least recently used one.
+- At least one token of a prompt is left to compute, also when all of it was found.
 - A released or foreign handle reaches nothing: StaleHandleError.
 """
 
@@ -26,7 +32,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from .errors import CapacityError, EngineError, OutOfPagesError, RequestError, StaleHandleError
+from .errors import CapacityError, EngineError, RequestError, StaleHandleError
+from .pages import Node, PagePool
 
 if TYPE_CHECKING:
     from .backend import KVStore
@@ -44,7 +51,7 @@ class KVHandle:
 
 @dataclass(frozen=True)
 class PageInfo:
-    """What can be observed of a page: how many tables list it, whose they are, and "free" or "used"."""
+    """What can be observed of a page: how many tables list it, whose they are, and "free", "used" or "cached"."""
 
     refcount: int
     users: tuple[str, ...]
@@ -56,10 +63,11 @@ class CacheStats:
     """Counters since the manager was made, and the state of the pool now.
 
     allocations, releases   handles given out (forks included) and taken back
-    hits, misses            tokens taken over from another table, and tokens that had to be computed
-    copies, evictions       pages copied on write; pages whose cached content was given up (prefix sharing)
+    hits, misses            tokens found already computed (shared prefixes and forks), and tokens that were computed
+    copies, evictions       pages copied on write; cached pages whose content was given up for another use
     peak_pages, peak_bytes  the most pages in use at once, a shared page counted once
     internal_fragmentation  slots now reserved in used pages and holding no token, a shared page counted once
+    swaps_out, swaps_in     tables moved to host pages and back
     """
 
     allocations: int
@@ -71,13 +79,18 @@ class CacheStats:
     peak_pages: int
     peak_bytes: int
     internal_fragmentation: int
+    swaps_out: int = 0
+    swaps_in: int = 0
 
 
 @dataclass
 class _Table:
     request_id: str
+    root: Node
     pages: list[int] = field(default_factory=list)
     length: int = 0  # tokens whose slots are filled
+    nodes: list[Node] = field(default_factory=list)  # content of the leading full pages, as far as it is known
+    host_pages: list[int] | None = None  # where the tokens are while swapped out
 
 
 class PlainStore:
@@ -95,49 +108,58 @@ class PlainStore:
         key, value = self._slots[page * self.page_size + offset]
         return list(key), list(value)
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_page(self, source: int, target: int, origin: KVStore | None = None) -> None:
+        slots = origin._slots if isinstance(origin, PlainStore) else self._slots
         for offset in range(self.page_size):
-            if source * self.page_size + offset in self._slots:
-                self.write(target, offset, *self.read(source, offset))
+            if source * self.page_size + offset in slots:
+                self.write(target, offset, *slots[source * self.page_size + offset])
 
 
 class KVCacheManager:
     """Gives out pages and takes them back.
 
-    ``width`` is how many numbers a token's key has (all layers together). ``observer(kind, request_id, pages)`` is
-    told of every change to a table: "allocate", "share", "copy", "release".
+    ``width`` is how many numbers a token's key has (all layers together). ``host_pages`` is the size of a second
+    pool for tables that are swapped out, its numbers in ``host_store``. ``observer(kind, request_id, pages)`` is told
+    of every change to a table: "allocate", "share", "copy", "release", "swap_out", "swap_in".
     """
 
     def __init__(self, num_pages: int, page_size: int, width: int = 1, prefix_sharing: bool = False,
-                 store: KVStore | None = None, observer: Callable[[str, str, tuple[int, ...]], None] | None = None,
-                 ) -> None:
-        for name, number in (("num_pages", num_pages), ("page_size", page_size), ("width", width)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise RequestError(f"{name} must be an integer from 1, not {number!r}")
-        if prefix_sharing:
-            raise RequestError("prefix sharing across requests is not part of this version; pass prefix_sharing=False "
-                               "(fork() shares pages between samples of one prompt)")
+                 store: KVStore | None = None, host_pages: int = 0, host_store: KVStore | None = None,
+                 observer: Callable[[str, str, tuple[int, ...]], None] | None = None) -> None:
+        for name, number, low in (("num_pages", num_pages, 1), ("page_size", page_size, 1), ("width", width, 1),
+                                  ("host_pages", host_pages, 0)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < low:
+                raise RequestError(f"{name} must be an integer from {low}, not {number!r}")
         self.page_size, self.width, self.prefix_sharing = page_size, width, prefix_sharing
         self.store: KVStore = store if store is not None else PlainStore(page_size, width)
+        self.host_store: KVStore = host_store if host_store is not None else PlainStore(page_size, width)
+        self._pool = PagePool(num_pages, page_size)
+        self._host = PagePool(host_pages, page_size)
         self._observer = observer or (lambda kind, request_id, pages: None)
-        self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page released last is reused first
-        self._refcounts = [0] * num_pages
-        self._fill = [0] * num_pages  # tokens in each used page
-        self._filled_slots = 0  # sum of _fill
         self._tables: dict[int, _Table] = {}
-        self._allocations = self._releases = self._hits = self._misses = self._copies = self._peak_pages = 0
+        self._counts: Counter[str] = Counter()
 
     # ---------------------------------------------------------------------------------------- observing
 
     @property
     def total_pages(self) -> int:
         """Pages in the pool."""
-        return len(self._refcounts)
+        return self._pool.total
 
     @property
     def free_pages(self) -> int:
-        """Pages in no table."""
-        return len(self._free)
+        """Pages that can be handed out: in no table, their content findable or not."""
+        return self._pool.available
+
+    @property
+    def cached_pages(self) -> int:
+        """Those free pages whose content can still be found."""
+        return len(self._pool.cached)
+
+    @property
+    def free_host_pages(self) -> int:
+        """Host pages that hold nothing."""
+        return self._host.available
 
     def owns(self, handle: KVHandle) -> bool:
         """Is this a handle of this manager that was not released?"""
@@ -148,15 +170,15 @@ class KVCacheManager:
         return self._table(handle).length
 
     def pages(self, handle: KVHandle) -> tuple[int, ...]:
-        """The block table: page ids in the order of positions."""
+        """The block table: page ids in the order of positions; empty while swapped out."""
         return tuple(self._table(handle).pages)
 
     def page(self, page_id: int) -> PageInfo:
         """Who uses a page. O(tables): for people and tests, not for the hot path."""
-        if not 0 <= page_id < self.total_pages:
-            raise RequestError(f"there is no page {page_id}; pages are 0 to {self.total_pages - 1}")
+        if isinstance(page_id, bool) or not isinstance(page_id, int) or not 0 <= page_id < self.total_pages:
+            raise RequestError(f"there is no page {page_id!r}; pages are 0 to {self.total_pages - 1}")
         users = tuple(table.request_id for table in self._tables.values() if page_id in table.pages)
-        return PageInfo(self._refcounts[page_id], users, "used" if self._refcounts[page_id] else "free")
+        return PageInfo(self._pool.refcounts[page_id], users, self._pool.state(page_id))
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold so many tokens: ceil(tokens / page_size)."""
@@ -164,19 +186,25 @@ class KVCacheManager:
 
     def stats(self) -> CacheStats:
         """Counters and the pool's state. O(1)."""
-        return CacheStats(self._allocations, self._releases, self._hits, self._misses, self._copies, 0,
-                          self._peak_pages, self._peak_pages * self.store.page_bytes, self.internal_fragmentation())
+        counts, pool = self._counts, self._pool
+        return CacheStats(
+            counts["allocations"], counts["releases"], counts["hits"], counts["misses"], counts["copies"],
+            pool.evictions, pool.peak, pool.peak * self.store.page_bytes, self.internal_fragmentation(),
+            counts["swaps_out"], counts["swaps_in"])
 
     def internal_fragmentation(self) -> int:
         """Slots of used pages that hold no token. O(1)."""
-        return (self.total_pages - len(self._free)) * self.page_size - self._filled_slots
+        return self._pool.used * self.page_size - self._pool.filled_slots
 
-    # ----------------------------------------------------------------------------------------- changing
+    # ------------------------------------------------------------------------- opening and closing tables
 
-    def allocate(self, request_id: str, token_count: int) -> KVHandle:
+    def allocate(self, request_id: str, token_count: int, tokens: Sequence[int] | None = None,
+                 salt: str | None = None) -> KVHandle:
         """Open a block table with pages for ``token_count`` tokens, all or nothing. O(pages).
 
-        CapacityError if the whole pool could not hold them, OutOfPagesError if it cannot now.
+        With prefix sharing and the ``tokens`` themselves, the table starts on the longest run of pages that hold
+        them, short of the last token; ``length`` says how many are there. CapacityError if the whole pool could not
+        hold them, OutOfPagesError if it cannot now.
         """
         if isinstance(token_count, bool) or not isinstance(token_count, int) or token_count < 0:
             raise RequestError(f"token_count must be an integer from 0, not {token_count!r}")
@@ -184,27 +212,66 @@ class KVCacheManager:
         if needed > self.total_pages:
             raise CapacityError(f"{token_count} tokens need {needed} pages of {self.page_size}; the pool has "
                                 f"{self.total_pages}: shorten the request or enlarge the pool")
-        pages = self._take(needed, request_id)
-        handle = self._open(_Table(request_id, pages))
-        self._observer("allocate", request_id, tuple(pages))
-        return handle
+        table = _Table(request_id, self._pool.index.root(salt))
+        found = self._find_prefix(table.root, tokens[:token_count]) if self.prefix_sharing and tokens else []
+        shared = [page for page, _ in found]
+        self._pool.require(needed - len(shared), request_id, besides=shared)
+        for page in shared:
+            self._pool.share(page)
+        fresh = self._pool.take(needed - len(shared), request_id)
+        table.pages, table.nodes = shared + fresh, [node for _, node in found]
+        table.length = len(found) * self.page_size
+        self._counts["hits"] += table.length
+        if shared:
+            self._observer("share", request_id, tuple(shared))
+        self._observer("allocate", request_id, tuple(fresh))
+        return self._open(table)
+
+    def _find_prefix(self, root: Node, tokens: Sequence[int]) -> list[tuple[int, Node]]:
+        """Pages that hold the beginning of ``tokens``, leaving at least the last token to be computed."""
+        found: list[tuple[int, Node]] = []
+        node = root
+        for start in range(0, len(tokens) - self.page_size, self.page_size):
+            hit = self._pool.index.find(node, tokens[start:start + self.page_size])
+            if hit is None:
+                break
+            found.append(hit)
+            node = hit[1]
+        return found
+
+    def fork(self, handle: KVHandle, request_id: str) -> KVHandle:
+        """A second table over the same tokens. Pages that hold tokens are shared until one side writes. O(pages)."""
+        parent = self._resident(handle)
+        shared = parent.pages[:self.pages_for(parent.length)]
+        for page in shared:
+            self._pool.share(page)
+        self._counts["hits"] += parent.length
+        self._observer("share", request_id, tuple(shared))
+        return self._open(_Table(request_id, parent.root, list(shared), parent.length, list(parent.nodes)))
+
+    def release(self, handle: KVHandle) -> None:
+        """Close the table; pages without another user are free again, or cached. O(pages)."""
+        table = self._table(handle)
+        del self._tables[handle.serial]
+        self._counts["releases"] += 1
+        for page in reversed(table.pages):  # the end first: it is evicted before the beginning, which more can use
+            self._pool.drop(page)
+        for page in table.host_pages or ():
+            self._host.drop(page)
+        self._observer("release", table.request_id, tuple(table.pages))
+
+    # -------------------------------------------------------------------------------------------- filling
 
     def reserve(self, handle: KVHandle, token_count: int) -> None:
         """Make positions length .. token_count - 1 writable: add the missing pages, copy shared ones that would be
         written. All or nothing: OutOfPagesError leaves everything as it was. O(new pages)."""
-        table = self._table(handle)
+        table = self._resident(handle)
         shared = self._shared_among(table, table.length, token_count)
         missing = max(0, self.pages_for(token_count) - len(table.pages))
         if not shared and not missing:
             return
-        fresh = self._take(len(shared) + missing, table.request_id)
-        try:
-            for index, target in zip(shared, fresh):
-                self.store.copy_page(table.pages[index], target)
-        except BaseException:
-            for page in reversed(fresh):
-                self._drop(page)
-            raise
+        fresh = self._pool.take(len(shared) + missing, table.request_id)
+        self._copy_pages([table.pages[i] for i in shared], fresh)
         for index, target in zip(shared, fresh):
             self._replace(table, index, target)
         added = fresh[len(shared):]
@@ -212,76 +279,98 @@ class KVCacheManager:
         if added:
             self._observer("allocate", table.request_id, tuple(added))
 
-    def commit(self, handle: KVHandle, token_count: int) -> None:
-        """The first ``token_count`` positions now hold keys and values that were written to the store directly."""
-        table = self._table(handle)
+    def commit(self, handle: KVHandle, token_count: int, tokens: Sequence[int] | None = None) -> None:
+        """The first ``token_count`` positions now hold computed keys and values. With prefix sharing and the
+        ``tokens`` themselves, pages that became full are published. O(new tokens)."""
+        table = self._resident(handle)
         if not table.length <= token_count <= len(table.pages) * self.page_size:
             raise RequestError(f"{table.request_id} has {table.length} tokens and {len(table.pages)} pages of "
                                f"{self.page_size}; it cannot hold {token_count}")
-        if self._shared_among(table, table.length, token_count):
-            raise RequestError(f"{table.request_id} shares the page it would fill; reserve() the positions first")
-        self._misses += token_count - table.length
+        self._counts["misses"] += token_count - table.length
         for i in range(table.length // self.page_size, self.pages_for(token_count)):
-            self._fill_page(table.pages[i], min(self.page_size, token_count - i * self.page_size))
+            self._pool.set_fill(table.pages[i], min(self.page_size, token_count - i * self.page_size))
         table.length = token_count
+        if self.prefix_sharing and tokens is not None:
+            self._publish(table, tokens)
+
+    def _publish(self, table: _Table, tokens: Sequence[int]) -> None:
+        """Name the content of the full pages that have no node yet."""
+        for i in range(len(table.nodes), table.length // self.page_size):
+            node = table.nodes[-1] if table.nodes else table.root
+            content = tokens[i * self.page_size:(i + 1) * self.page_size]
+            if len(content) < self.page_size:  # the caller knows only the beginning of what is stored
+                break
+            table.nodes.append(self._pool.index.publish(node, content, table.pages[i]))
 
     def append(self, handle: KVHandle, key: Sequence[float], value: Sequence[float]) -> None:
         """Store the next position's key and value, growing by a page where needed. O(width)."""
-        position = self._table(handle).length
+        position = self._resident(handle).length
         for name, vector in (("key", key), ("value", value)):
             if len(vector) != self.width:
                 raise RequestError(f"the {name} has {len(vector)} numbers; this cache stores {self.width} a token")
         self.reserve(handle, position + 1)
-        page, offset = self._slot(handle, position)
-        self.store.write(page, offset, key, value)
+        self.store.write(*self._slot(self._table(handle).pages, position), key, value)
         self.commit(handle, position + 1)
 
     def read(self, handle: KVHandle, position: int) -> tuple[Sequence[float], Sequence[float]]:
         """Key and value of a stored position. IndexError outside 0 .. length - 1."""
-        length = self._table(handle).length
-        if not 0 <= position < length:
-            raise IndexError(f"position {position} of {handle.request_id} is not stored; stored: {length} tokens")
-        return self.store.read(*self._slot(handle, position))
-
-    def fork(self, handle: KVHandle, request_id: str) -> KVHandle:
-        """A second table over the same tokens. Pages that hold tokens are shared until one side writes. O(pages)."""
-        parent = self._table(handle)
-        shared = parent.pages[:self.pages_for(parent.length)]
-        for page in shared:
-            self._refcounts[page] += 1
-        self._hits += parent.length
-        child = self._open(_Table(request_id, list(shared), parent.length))
-        self._observer("share", request_id, tuple(shared))
-        return child
-
-    def release(self, handle: KVHandle) -> None:
-        """Close the table; pages without another user are free again. O(pages)."""
         table = self._table(handle)
-        del self._tables[handle.serial]
-        self._releases += 1
+        if not 0 <= position < table.length:
+            raise IndexError(f"position {position} of {handle.request_id} is not stored; stored: {table.length} tokens")
+        if table.host_pages is not None:
+            return self.host_store.read(*self._slot(table.host_pages, position))
+        return self.store.read(*self._slot(table.pages, position))
+
+    # ------------------------------------------------------------------------------------------- swapping
+
+    def swap_out(self, handle: KVHandle) -> None:
+        """Copy the table's tokens to host pages and give its own pages back. All or nothing: OutOfPagesError if the
+        host pool cannot take them. O(pages)."""
+        table = self._resident(handle)
+        filled = table.pages[:self.pages_for(table.length)]
+        host_pages = self._host.take(len(filled), f"swapping out {table.request_id}")
+        self._copy_pages(filled, host_pages, self._host, self.host_store, self.store)
         for page in reversed(table.pages):
-            self._drop(page)
-        self._observer("release", table.request_id, tuple(table.pages))
+            self._pool.drop(page)
+        self._observer("swap_out", table.request_id, tuple(table.pages))
+        table.pages, table.host_pages = [], host_pages
+        self._counts["swaps_out"] += 1
+
+    def swap_in(self, handle: KVHandle, token_count: int) -> None:
+        """Bring the tokens back into pages for ``token_count`` tokens and free the host pages. All or nothing:
+        OutOfPagesError if the pool cannot take them now. O(pages)."""
+        table = self._table(handle)
+        if table.host_pages is None:
+            raise RequestError(f"{table.request_id} is not swapped out; there is nothing to bring back")
+        pages = self._pool.take(self.pages_for(max(token_count, table.length)), table.request_id)
+        self._copy_pages(table.host_pages, pages, self._pool, self.store, self.host_store)
+        for page in table.host_pages:
+            self._host.drop(page)
+        table.pages, table.host_pages = pages, None
+        table.nodes = []  # these are copies: the originals may be published still
+        for i in range(self.pages_for(table.length)):
+            self._pool.set_fill(pages[i], min(self.page_size, table.length - i * self.page_size))
+        self._counts["swaps_in"] += 1
+        self._observer("swap_in", table.request_id, tuple(pages))
+
+    # ------------------------------------------------------------------------------------------- checking
 
     def check(self) -> None:
         """Raise EngineError with a full account unless pages are conserved. O(pages + tables)."""
-        held = Counter(page for table in self._tables.values() for page in table.pages)
-        wrong = [f"page {page}: refcount {refcount}, listed by {held[page]} tables"
-                 for page, refcount in enumerate(self._refcounts) if refcount != held[page]]
-        free = Counter(self._free)
-        wrong += [f"page {page} is free {times} times" for page, times in free.items() if times > 1]
-        wrong += [f"page {page} is free and used" for page in free if held[page]]
-        wrong += [f"page {page} is neither free nor used" for page in range(self.total_pages)
-                  if not held[page] and not free[page]]
-        for table in self._tables.values():
+        tables = self._tables.values()
+        wrong = self._pool.faults(Counter(page for table in tables for page in table.pages))
+        wrong += [f"host: {fault}" for fault in
+                  self._host.faults(Counter(page for table in tables for page in table.host_pages or ()))]
+        for table in tables:
             if len(set(table.pages)) != len(table.pages):
                 wrong.append(f"{table.request_id} lists a page twice: {table.pages}")
-            if table.length > len(table.pages) * self.page_size:
+            if table.host_pages is None and table.length > len(table.pages) * self.page_size:
                 wrong.append(f"{table.request_id} has {table.length} tokens in {len(table.pages)} pages")
             for i, page in enumerate(table.pages):
                 tokens = min(max(table.length - i * self.page_size, 0), self.page_size)
-                if tokens != self._fill[page]:
-                    wrong.append(f"{table.request_id} has {tokens} tokens in page {page}, counted {self._fill[page]}")
+                if tokens != self._pool.fill(page):
+                    wrong.append(f"{table.request_id} has {tokens} tokens in page {page}, counted "
+                                 f"{self._pool.fill(page)}")
         if wrong:
             raise EngineError("pages are not conserved: " + "; ".join(wrong))
 
@@ -290,7 +379,7 @@ class KVCacheManager:
     def _open(self, table: _Table) -> KVHandle:
         handle = KVHandle(table.request_id, next(_serials))
         self._tables[handle.serial] = table
-        self._allocations += 1
+        self._counts["allocations"] += 1
         return handle
 
     def _table(self, handle: KVHandle) -> _Table:
@@ -299,41 +388,35 @@ class KVCacheManager:
             raise StaleHandleError(f"{handle!r} was released, or is not of this cache manager; allocate a new one")
         return table
 
-    def _slot(self, handle: KVHandle, position: int) -> tuple[int, int]:
-        return self._table(handle).pages[position // self.page_size], position % self.page_size
+    def _resident(self, handle: KVHandle) -> _Table:
+        table = self._table(handle)
+        if table.host_pages is not None:
+            raise RequestError(f"{table.request_id} is swapped out; swap it in before its pages are used")
+        return table
 
-    def _take(self, number: int, request_id: str) -> list[int]:
-        """Pop free pages, all or nothing. O(number)."""
-        if number > len(self._free):
-            raise OutOfPagesError(f"{request_id} needs {number} pages, {len(self._free)} of {self.total_pages} are "
-                                  f"free; release a handle, or try again later")
-        pages = [self._free.pop() for _ in range(number)]
-        for page in pages:
-            self._refcounts[page] = 1
-        self._peak_pages = max(self._peak_pages, self.total_pages - len(self._free))
-        return pages
-
-    def _drop(self, page: int) -> None:
-        self._refcounts[page] -= 1
-        if self._refcounts[page] == 0:
-            self._fill_page(page, 0)
-            self._free.append(page)
+    def _slot(self, pages: Sequence[int], position: int) -> tuple[int, int]:
+        return pages[position // self.page_size], position % self.page_size
 
     def _shared_among(self, table: _Table, start: int, end: int) -> list[int]:
         """Indices in the block table of shared pages that positions start .. end - 1 fall into."""
-        if start >= end:
-            return []
         last = min(len(table.pages), self.pages_for(end))
-        return [i for i in range(start // self.page_size, last) if self._refcounts[table.pages[i]] > 1]
+        return [i for i in range(start // self.page_size, last) if self._pool.refcounts[table.pages[i]] > 1]
+
+    def _copy_pages(self, sources: Sequence[int], fresh: Sequence[int], pool: PagePool | None = None,
+                    store: KVStore | None = None, origin: KVStore | None = None) -> None:
+        """Copy numbers into the first of the pages just taken; if that fails, give all of those back."""
+        try:
+            for source, target in zip(sources, fresh):
+                (store or self.store).copy_page(source, target, origin)
+        except BaseException:
+            for page in reversed(fresh):
+                (pool or self._pool).drop(page)
+            raise
 
     def _replace(self, table: _Table, index: int, target: int) -> None:
         """Copy-on-write, second half: the numbers are copied, now the table changes over."""
         source, table.pages[index] = table.pages[index], target
-        self._fill_page(target, self._fill[source])
-        self._drop(source)
-        self._copies += 1
+        self._pool.set_fill(target, self._pool.fill(source))
+        self._pool.drop(source)
+        self._counts["copies"] += 1
         self._observer("copy", table.request_id, (source, target))
-
-    def _fill_page(self, page: int, tokens: int) -> None:
-        self._filled_slots += tokens - self._fill[page]
-        self._fill[page] = tokens

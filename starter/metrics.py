@@ -95,6 +95,7 @@ class _Life:
     last: float = 0.0
     tokens: int = 0
     running: bool = False
+    forked: bool = False  # a further sample of a request
 
 
 @dataclass
@@ -130,6 +131,9 @@ class MetricsCollector:
         self.counts["prompt_tokens"] += len(event["prompt_tokens"])
         self.lives[event["request"]] = _Life(event["time"])
 
+    def _on_fork(self, event: Event) -> None:
+        self.lives[event["request"]] = _Life(self.lives[event["parent"]].submitted, running=True, forked=True)
+
     def _on_refuse(self, event: Event) -> None:
         self.counts["refused"] += 1
 
@@ -158,13 +162,14 @@ class MetricsCollector:
         self.counts["output_tokens"] += 1
         if life.first is None:
             life.first = event["time"]
-            self.ttft.append(life.first - life.submitted)
+            if not life.forked:
+                self.ttft.append(life.first - life.submitted)
         life.last = event["time"]
         life.tokens += 1
 
     def _on_finish(self, event: Event) -> None:
         life = self.lives.pop(event["request"])
-        self.counts[event["reason"]] += 1
+        self.counts[event["reason"]] += not life.forked
         if life.first is not None and life.tokens >= 2:
             self.tpot.append((life.last - life.first) / (life.tokens - 1))
 

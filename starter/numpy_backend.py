@@ -124,7 +124,7 @@ class NumpyKVStore:
         slot = page * self.page_size + offset
         return self.keys[:, slot].ravel().tolist(), self.values[:, slot].ravel().tolist()
 
-    def copy_page(self, source: int, target: int) -> None:
-        size = self.page_size
-        for numbers in (self.keys, self.values):
-            numbers[:, target * size:(target + 1) * size] = numbers[:, source * size:(source + 1) * size]
+    def copy_page(self, source: int, target: int, origin: NumpyKVStore | None = None) -> None:
+        size, origin = self.page_size, origin or self
+        for theirs, ours in ((origin.keys, self.keys), (origin.values, self.values)):
+            ours[:, target * size:(target + 1) * size] = theirs[:, source * size:(source + 1) * size]

@@ -1,6 +1,8 @@
 """M3 · From logits to a token: greedy, or drawn from the request's own generator.
 
-The kept tokens are chosen in a fixed order: temperature, then top_k, top_p, min_p on what is left. Edges:
+    logits --adjust--> bias, penalties, no early end --temperature--> top_k -> top_p -> min_p --draw--> token
+
+The steps come in this fixed order, each on what the one before it left. Edges, each a test in tests/test_sampling.py:
 
     temperature 0       greedy; among equal maxima the lowest token number wins
     temperature tiny    safe: logits are divided after the maximum was subtracted, so nothing overflows
@@ -9,37 +11,94 @@ The kept tokens are chosen in a fixed order: temperature, then top_k, top_p, min
     min_p 1             keeps the likeliest token and its equals
     NaN in the logits   BackendError: the request ends with an error, never with a silent token 0
     +inf, or all -inf   BackendError: no distribution exists
+    min_tokens          end and stop tokens have no chance before it; if nothing else has one, BackendError
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
 from itertools import accumulate
 from math import exp, inf, isnan, log
 
 from .errors import BackendError
-from .schema import Request, SamplingParams
+from .schema import SamplingParams
 
 
-def request_generator(request: Request, engine_seed: int) -> random.Random:
-    """The generator of one request. It depends on the request's seed, or on the engine's seed and the request's id,
-    and on nothing else: neighbours, batches and preemption cannot change what it draws."""
-    seed = request.sampling.seed
-    return random.Random(f"{engine_seed}/{request.request_id}" if seed is None else seed)
+@dataclass(frozen=True)
+class Choice:
+    """A token, the logarithm of its probability by the model alone (temperature 1, nothing adjusted), and the
+    likeliest tokens with theirs, as many as were asked for; the chosen token is always among them."""
+
+    token: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-def sample(logits: Sequence[float], params: SamplingParams, generator: random.Random) -> tuple[int, float]:
-    """Pick a token; return it and the logarithm of its probability at temperature 1. O(V), O(V log V) if filtered.
+def sample_generator(params: SamplingParams, request_id: str, sample: int, engine_seed: int) -> random.Random:
+    """The generator of one sample. It depends on the request's seed, or on the engine's seed and the request's id, and
+    on the sample's number, and on nothing else: neighbours, batches and preemption cannot change what it draws."""
+    if params.seed is not None and sample == 0:
+        return random.Random(params.seed)
+    return random.Random(f"{engine_seed}/{request_id}/{sample}" if params.seed is None else f"{params.seed}/{sample}")
+
+
+def sample(logits: Sequence[float], params: SamplingParams, generator: random.Random, prompt: Sequence[int] = (),
+           generated: Sequence[int] = (), end_tokens: Collection[int] = ()) -> Choice:
+    """Pick the token after ``prompt`` and ``generated``. O(V), O(V log V) if filtered.
 
     One number is drawn from the generator for every sampled token, none for a greedy one.
     """
+    highest = _highest(logits, "the logits")
+    adjusted = adjust(logits, params, prompt, generated, end_tokens)
+    best = _highest(adjusted, "the adjusted logits")
+    token = adjusted.index(best) if params.temperature == 0.0 else _draw(adjusted, best, params, generator)
+    norm = highest + log(sum(exp(value - highest) for value in logits))
+    return Choice(token, logits[token] - norm, _top_logprobs(logits, norm, token, params.logprobs))
+
+
+def _highest(logits: Sequence[float], what: str) -> float:
     highest = max(logits)
     if not -inf < highest < inf or any(map(isnan, logits)):
-        raise BackendError("the logits hold NaN or infinity, or are all -inf: no token can be chosen from them")
-    token = logits.index(highest) if params.temperature == 0.0 else _draw(logits, highest, params, generator)
-    total = sum(exp(value - highest) for value in logits)
-    return token, logits[token] - highest - log(total)
+        raise BackendError(f"{what} hold NaN or infinity, or are all -inf: no token can be chosen from them")
+    return highest
+
+
+def _top_logprobs(logits: Sequence[float], norm: float, token: int,
+                  number: int | None) -> tuple[tuple[int, float], ...]:
+    if number is None:
+        return ()
+    tokens = nsmallest(number, range(len(logits)), key=lambda other: (-logits[other], other))
+    if token not in tokens:
+        tokens.append(token)
+    return tuple((other, logits[other] - norm) for other in tokens if logits[other] > -inf)
+
+
+def adjust(logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], generated: Sequence[int],
+           end_tokens: Collection[int]) -> list[float]:
+    """Logits with bias and penalties applied and, before ``min_tokens``, no way to end.
+
+    repetition   of tokens in prompt or output: a positive logit is divided by it, a negative one multiplied
+                 (Keskar et al. 2019, "CTRL")
+    presence     subtracted once from tokens in the output; frequency as often as they stand there (OpenAI's API)
+    """
+    adjusted = list(logits)
+    for token, bias in params.bias:
+        adjusted[token] += bias
+    if params.repetition_penalty != 1.0:
+        for token in {*prompt, *generated}:
+            value = adjusted[token]
+            adjusted[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+    if params.presence_penalty or params.frequency_penalty:
+        for token, times in Counter(generated).items():
+            adjusted[token] -= params.presence_penalty + params.frequency_penalty * times
+    if len(generated) < params.min_tokens:
+        for token in end_tokens:
+            adjusted[token] = -inf
+    return adjusted
 
 
 def _draw(logits: Sequence[float], highest: float, params: SamplingParams, generator: random.Random) -> int:

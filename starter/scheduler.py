@@ -6,27 +6,31 @@ token budget. Running requests that decode are served first, one token each; wha
 
     submit --> waiting --admit--> running: prefill chunks ... decode, decode, ... --> finished
                   ^                  |
-                  +---- preempt -----+     pages ran out: computed again later, no token is lost
+                  +---- preempt -----+     pages ran out: computed again, or swapped back in; no token is lost
 
 The scheduler owns lifecycles and holds no tensor and no page number. With a ``KVCacheManager`` it reserves the pages
 of what it plans in the same call, so that a plan and its pages are one decision; without one it counts tokens alone.
 What ``step`` hands out counts as computed when the next step is asked for, or when ``complete_step`` is called.
 
-Rules, and the promises that follow (properties in tests/test_scheduler.py). P, M: prompt and max_tokens of a
-request; L: the largest P + M among live requests; budgets are at least max_running unless said otherwise.
+Rules, and the promises that follow (properties in tests/test_scheduler.py). Requests are ordered by the policy's rank
+(``policies.py``; under "fcfs" the order of arrival), and "first" and "last" below mean that order. P, M: prompt and
+max_tokens of a request; L: the largest P + M among live requests; budgets are at least max_running unless said
+otherwise.
 
-- Admission: in order of arrival, when a slot (of max_running) is free, the budget leaves it a token, and pages for
-  *all* its known tokens are free: prefill never stops half-way for want of pages.
-- Bypass: the oldest request that lacks pages may be overtaken by later ones that fit, at most BYPASS_LIMIT times;
+- Admission: in order, when a slot (of max_running) is free, the budget leaves it a token, and pages for *all* its
+  known tokens are free: prefill never stops half-way for want of pages.
+- Bypass: the first request that lacks pages may be overtaken by later ones that fit, at most BYPASS_LIMIT times;
   then the queue holds until it is in. So small requests pass a heavy one, and the heavy one is not starved.
-- Preemption: when a decoding request needs a page and none is free, the running request that arrived *last* gives
-  up its pages and goes back to its place in the queue. The oldest request is never preempted: it always finishes.
+- Preemption: when a decoding request needs a page and none is free, the *last* running request gives up its pages
+  and goes back to its place in the queue. The first live request is never preempted once it runs: it always finishes.
 - Decode gap: a running request that decodes gets a token in every step whose budget covers the running requests,
-  unless it is preempted in it. With a smaller budget turns go round: least recently served first.
-- Wait: a request with k older live requests is admitted within (k + 1) * (BYPASS_LIMIT + 2) * L steps. The oldest
-  live request o, if it is not running, is admitted within (BYPASS_LIMIT + 1) * L: whoever runs ends or is preempted
-  within L steps, and at most BYPASS_LIMIT others get in before it. Once running it is never preempted and ends within
-  L. Then the next is the oldest. A budget b below max_running multiplies this by ceil(max_running / b).
+  unless it is preempted in it. With a smaller budget turns go round: least recently served first. (Not under
+  "prefill-first".)
+- Wait: a request with k requests before it is admitted within (k + 1) * (BYPASS_LIMIT + 2) * L steps. The first live
+  request, if it is not running, is admitted within (BYPASS_LIMIT + 1) * L: whoever runs ends or is preempted within L
+  steps, and at most BYPASS_LIMIT others get in before it. Once running it is never preempted and ends within L. Then
+  the next is the first. A budget b below max_running multiplies this by ceil(max_running / b). ``policies.py`` says
+  who counts in k.
 - No livelock: a request that is refused pages REFUSAL_LIMIT times while no other request runs is ended as failed:
   somebody outside holds the pages, and waiting would not end.
 - Refusal: what would not fit an empty pool is refused at ``submit`` (CapacityError). The last token of a request is
@@ -35,21 +39,23 @@ request; L: the largest P + M among live requests; budgets are at least max_runn
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from heapq import merge, nsmallest
-from itertools import islice
+from heapq import nsmallest
+from typing import NamedTuple
 
 from .errors import CapacityError, DuplicateRequestError, OutOfPagesError, RequestError, UnknownRequestError
 from .kv_cache import KVCacheManager, KVHandle
+from .policies import POLICIES, Policy
 from .schema import Request
+from .sequences import Sequence, WaitingQueue
 
 BYPASS_LIMIT = 8
 REFUSAL_LIMIT = 8
 
 
-@dataclass(frozen=True)
-class ScheduledChunk:
+class ScheduledChunk(NamedTuple):
     """``count`` tokens of one request from position ``start`` on; phase "prefill" or "decode".
 
     The chunk that reaches the end of the known tokens yields the request's next token (its first, after a prompt).
@@ -57,16 +63,35 @@ class ScheduledChunk:
 
     request_id: str
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
     phase: str
+
+
+class Reasons(Mapping[str, str]):
+    """Why each request got what it got: {request id: sentence}. A sentence is put together when it is read."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, tuple[str, tuple[object, ...]]] = {}
+
+    def say(self, request_id: str, sentence: str, *values: object) -> None:
+        """Set the sentence of a request; "{}" stands for a value."""
+        self._parts[request_id] = sentence, values
+
+    def __getitem__(self, request_id: str) -> str:
+        sentence, values = self._parts[request_id]
+        return sentence.format(*values)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
 
 
 @dataclass(frozen=True)
 class ScheduleDecision:
     """What one step does. The tuples hold request ids; ``finished`` are those that ended since the last decision.
-
-    ``reasons`` says in words why each live request mentioned got what it got; of a long queue, those at its head.
-    """
+    ``reasons`` says in words why each live request got what it got; of a long queue, those at its head."""
 
     step: int
     budget_tokens: int
@@ -84,38 +109,6 @@ class ScheduleDecision:
         return sum(chunk.count for chunk in self.chunks)
 
 
-@dataclass(eq=False)
-class _Sequence:
-    """A live request: how much of it is known, computed and stored."""
-
-    request: Request
-    serial: int  # order of arrival; the smaller the older
-    computed: int = 0
-    generated: int = 0
-    handle: KVHandle | None = None
-    last_served: int = -1  # step of its last chunk
-    bypassed: int = 0  # later requests admitted while this one lacked pages
-    refusals: int = 0  # times it got no pages although nothing else was running
-
-    @property
-    def id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def known(self) -> int:
-        """Tokens whose numbers are known: the prompt and what was generated."""
-        return len(self.request.prompt_tokens) + self.generated
-
-    @property
-    def remaining(self) -> int:
-        """Known tokens still to be computed; the last of them yields the next token."""
-        return self.known - self.computed
-
-    @property
-    def decoding(self) -> bool:
-        return self.generated > 0 and self.remaining == 1
-
-
 @dataclass
 class _Plan:
     """A decision in the making."""
@@ -126,41 +119,58 @@ class _Plan:
     chunks: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
+    reasons: Reasons = field(default_factory=Reasons)
 
 
 class ContinuousBatchScheduler:
     """Implements the rules above. ``batching`` "static" admits a batch only when the last one has ended, "none" one
-    request at a time: kept for comparison. A step costs O(running + admissions + new pages + ids it names)."""
+    request at a time: kept for comparison. ``preemption`` "swap" moves a victim's tokens to host pages while those
+    last, "recompute" computes them again. ``tokens_of(request_id)`` gives the known tokens, for prefix sharing.
 
-    def __init__(self, max_running: int = 8, policy: str = "fcfs", kv: KVCacheManager | None = None,
-                 batching: str = "continuous") -> None:
-        _require_positive("max_running", max_running)
-        for name, value, allowed in (("policy", policy, ("fcfs",)),
-                                     ("batching", batching, ("continuous", "static", "none"))):
-            if value not in allowed:
-                raise RequestError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+    A step costs O(running + new pages), and O(log waiting) for each request that begins or ends to wait.
+    """
+
+    def __init__(self, max_running: int = 8, policy: str | Policy = "fcfs", kv: KVCacheManager | None = None,
+                 batching: str = "continuous", preemption: str = "recompute",
+                 tokens_of: Callable[[str], Tokens[int]] | None = None) -> None:
+        if isinstance(max_running, bool) or not isinstance(max_running, int) or max_running < 1:
+            raise RequestError(f"max_running must be an integer from 1, not {max_running!r}")
+        _require_choice("batching", batching, ("continuous", "static", "none"))
+        _require_choice("preemption", preemption, ("recompute", "swap"))
+        if isinstance(policy, str):
+            _require_choice("policy", policy, tuple(POLICIES))
+            policy = POLICIES[policy]()
         self.max_running = 1 if batching == "none" else max_running
-        self.policy, self.batching, self.kv = policy, batching, kv
-        self._waiting: dict[str, _Sequence] = {}  # never admitted, in order of arrival
-        self._preempted: dict[str, _Sequence] = {}  # to be admitted again, in order of arrival
-        self._running: dict[str, _Sequence] = {}  # in order of admission
-        self._in_flight: list[tuple[_Sequence, ScheduledChunk]] = []  # handed out, not yet counted as computed
+        self.policy, self.batching, self.preemption, self.kv = policy, batching, preemption, kv
+        self._tokens_of = tokens_of or (lambda request_id: self._live(request_id).request.prompt_tokens)
+        self._waiting = WaitingQueue()
+        self._running: dict[str, Sequence] = {}  # in order of admission
+        self._running_ids: tuple[str, ...] | None = ()  # None: changed since it was last told
+        self._in_flight: list[tuple[Sequence, int]] = []  # handed out (tokens), not yet counted as computed
         self._finished: list[str] = []  # since the last decision
         self._failures: dict[str, str] = {}  # not yet taken
-        self._steps = self._arrivals = 0
+        self._steps = self._submitted = 0
 
     # --------------------------------------------------------------------------------------- lifecycles
 
     @property
     def idle(self) -> bool:
         """True when no request is live."""
-        return not (self._waiting or self._preempted or self._running)
+        return not (self._waiting or self._running)
 
     @property
     def live(self) -> tuple[str, ...]:
         """Ids of all live requests, running ones first."""
-        return (*self._running, *self._preempted, *self._waiting)
+        return (*self._running, *self._waiting.ids)
+
+    @property
+    def waiting_count(self) -> int:
+        """How many requests wait."""
+        return len(self._waiting)
+
+    def is_live(self, request_id: str) -> bool:
+        """Is the request submitted and not finished?"""
+        return self._find(request_id) is not None
 
     def is_running(self, request_id: str) -> bool:
         """Is the request admitted, and not preempted or finished?"""
@@ -169,8 +179,7 @@ class ContinuousBatchScheduler:
     def submit(self, request: Request) -> None:
         """Queue a request. DuplicateRequestError while its id is live; CapacityError if no pool state could ever
         serve it. max_tokens 0 finishes at once."""
-        if self._find(request.request_id):
-            raise DuplicateRequestError(f"request {request.request_id!r} is live; choose another id or cancel it first")
+        self.require_free(request.request_id)
         slots = len(request.prompt_tokens) + request.max_tokens - 1
         if self.kv and request.max_tokens and self.kv.pages_for(slots) > self.kv.total_pages:
             raise CapacityError(
@@ -179,9 +188,25 @@ class ContinuousBatchScheduler:
                 f"{self.kv.total_pages}: ask for fewer tokens or enlarge the pool")
         if request.max_tokens == 0:
             self._finished.append(request.request_id)
-            return
-        self._waiting[request.request_id] = _Sequence(request, self._arrivals)
-        self._arrivals += 1
+        else:
+            self._waiting.push(self._new_sequence(request))
+
+    def require_free(self, request_id: str) -> None:
+        """DuplicateRequestError while a live request has this id."""
+        if self._find(request_id):
+            raise DuplicateRequestError(f"request {request_id!r} is live; choose another id or cancel it first")
+
+    def fork(self, request_id: str, child: Request) -> None:
+        """Start ``child`` where a running request stands now, on the same pages: another sample of one prompt, whose
+        last generated token may differ. It runs at once; pages are copied when either side writes to them."""
+        parent = self._live(request_id)
+        self.require_free(child.request_id)
+        sequence = self._new_sequence(child)
+        sequence.computed, sequence.generated = parent.computed, parent.generated
+        if self.kv and parent.handle:
+            sequence.handle = self.kv.fork(parent.handle, child.request_id)
+            parent.capacity = sequence.capacity = 0  # the next write has to ask for a page of its own
+        self._run(sequence)
 
     def cancel(self, request_id: str) -> None:
         """End a live request now and free its pages. UnknownRequestError if it is not live. O(pages)."""
@@ -195,6 +220,10 @@ class ContinuousBatchScheduler:
                                       f"or was never submitted")
         self._remove(sequence)
         self._finished.append(request_id)
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """End a live request that cannot go on; ``take_failures`` tells it."""
+        self._fail(self._live(request_id), error)
 
     def handle(self, request_id: str) -> KVHandle:
         """The KV handle of a running request."""
@@ -212,26 +241,32 @@ class ContinuousBatchScheduler:
         self.complete_step()
         plan = _Plan(self._steps, budget_tokens, budget_tokens)
         self._steps += 1
-        if budget_tokens:
+        if budget_tokens and self.policy.decode_first:
             self._plan_decodes(plan)
             self._plan_admissions(plan)
             self._plan_prefills(plan)
+        elif budget_tokens:
+            self._plan_admissions(plan)
+            self._plan_prefills(plan)
+            self._plan_decodes(plan)
         else:
-            named = (*self._running.values(), *self._queue(self.max_running + BYPASS_LIMIT))
-            plan.reasons.update((sequence.id, "waits: this step's budget is 0") for sequence in named)
-        return self._decide(plan)
+            for sequence in (*self._running.values(), *self._waiting.first(BYPASS_LIMIT)):
+                plan.reasons.say(sequence.id, "waits: this step's budget is 0")
+        finished, self._finished = tuple(self._finished), []
+        return ScheduleDecision(plan.step, plan.budget, tuple(plan.chunks), tuple(plan.admitted), tuple(plan.preempted),
+                                finished, self._waiting.ids, self._ids_running(), plan.reasons)
 
     def complete_step(self) -> None:
         """Count what the last step handed out as computed: requests that reach max_tokens are finished. Idempotent."""
-        for sequence, chunk in self._in_flight:
+        in_flight, self._in_flight = self._in_flight, []
+        for sequence, count in in_flight:
             if self._running.get(sequence.id) is not sequence:
                 continue  # cancelled or failed meanwhile; the id may already belong to a newer request
-            sequence.computed += chunk.count
+            sequence.computed += count
             if self._commit(sequence) and sequence.remaining == 0:
                 sequence.generated += 1
                 if sequence.generated == sequence.request.max_tokens:
                     self.finish(sequence.id, "length")
-        self._in_flight = []
 
     def abandon_step(self) -> None:
         """The computation was interrupted: nothing of the last step counts, it will be handed out again."""
@@ -243,11 +278,13 @@ class ContinuousBatchScheduler:
         failures, self._failures = self._failures, {}
         return failures
 
-    def _commit(self, sequence: _Sequence) -> bool:
+    def _commit(self, sequence: Sequence) -> bool:
         """Tell the page manager how many positions are filled; False if the pages were taken away from outside."""
+        if not self.kv or not sequence.handle:
+            return True
         try:
-            if self.kv and sequence.handle:
-                self.kv.commit(sequence.handle, sequence.computed)
+            tokens = self._tokens_of(sequence.id) if self.kv.prefix_sharing else None
+            self.kv.commit(sequence.handle, sequence.computed, tokens)
         except Exception as error:  # whatever went wrong concerns this request alone: it ends with the reason
             self._fail(sequence, error)
             return False
@@ -256,69 +293,93 @@ class ContinuousBatchScheduler:
     # ------------------------------------------------------------------------------------------ decodes
 
     def _plan_decodes(self, plan: _Plan) -> None:
-        """One token for each decoding request, the oldest first, preempting the youngest where pages run out."""
-        decoding = [sequence for sequence in self._running.values() if sequence.decoding]
+        """One token for each decoding request, the first in order first, preempting the last where pages run out."""
+        decoding = [sequence for sequence in self._running.values()
+                    if sequence.decoding and sequence.last_served != plan.step]
         served = _least_recently_served(decoding, plan.left)
-        for sequence in sorted(served, key=lambda sequence: sequence.serial):
-            if sequence.id in self._running and self._provide_page(plan, sequence):
+        for sequence in sorted(served, key=lambda sequence: sequence.order):
+            if self._running.get(sequence.id) is sequence and self._provide_page(plan, sequence):
                 self._schedule(plan, sequence, 1, "decode")
-        for sequence in decoding:
-            if sequence.id in self._running and sequence.last_served != plan.step:
-                plan.reasons[sequence.id] = (f"waits for its turn: {len(decoding)} requests decode, the budget is "
-                                             f"{plan.budget}")
+        if len(served) < len(decoding):
+            self._explain_turns(plan, decoding)
 
-    def _provide_page(self, plan: _Plan, sequence: _Sequence) -> bool:
-        """Reserve the slot of the next position. Preempts from the youngest on until it succeeds; False if the
-        sequence itself had to go. Terminates: every round either succeeds or removes a running request."""
-        while sequence.id in self._running:
+    def _provide_page(self, plan: _Plan, sequence: Sequence) -> bool:
+        """Reserve the slot of the next position. Preempts from the last on until it succeeds; False if the sequence
+        itself had to go. Terminates: every round either succeeds or removes a running request."""
+        while sequence.known > sequence.capacity:
             try:
-                if self.kv and sequence.handle:
-                    self.kv.reserve(sequence.handle, sequence.known)
-                return True
+                self._reserve(sequence)
             except OutOfPagesError as error:
                 if len(self._running) == 1 and self._refused_too_often(sequence, error):
-                    break
-                victim = max(self._running.values(), key=lambda running: running.serial)
+                    return False
+                victim = max(self._running.values(), key=lambda running: running.order)
                 self._preempt(plan, victim, sequence)
             except Exception as error:  # not a lack of pages: this request cannot go on, the others can
                 self._fail(sequence, error)
-        return False
+            if self._running.get(sequence.id) is not sequence:
+                return False
+        return True
 
-    def _preempt(self, plan: _Plan, victim: _Sequence, needy: _Sequence) -> None:
-        pages = len(self.kv.pages(victim.handle)) if self.kv and self._holds_pages(victim) and victim.handle else 0
-        self._remove(victim)
-        victim.handle, victim.computed = None, 0
-        self._preempted = dict(sorted([*self._preempted.items(), (victim.id, victim)], key=lambda item: item[1].serial))
+    def _reserve(self, sequence: Sequence) -> None:
+        """Make all known positions of a running sequence writable, and note how far its pages reach."""
+        if self.kv and sequence.handle:
+            self.kv.reserve(sequence.handle, sequence.known)
+            sequence.capacity = self.kv.pages_for(sequence.known) * self.kv.page_size
+        else:
+            sequence.capacity = len(sequence.request.prompt_tokens) + sequence.request.max_tokens
+
+    def _preempt(self, plan: _Plan, victim: Sequence, needy: Sequence) -> None:
+        pages = self._page_count(victim)
+        swapped = self._swap_out(victim)
+        if not swapped:
+            self._release(victim)
+            victim.computed = 0
+        self._stop_running(victim)
+        victim.capacity = 0
+        victim.rank = self.policy.rank(victim.request, victim.arrival_step, victim.generated)
+        self._waiting.push(victim)
         plan.preempted.append(victim.id)
-        plan.reasons[victim.id] = (
-            f"preempted: {needy.id} needs a page and none is free; {victim.id} arrived last, gives back "
-            f"{counted(pages, 'page')} and will compute its {victim.known} tokens again")
+        fate = (f"keeps its {victim.computed} tokens in host pages" if swapped else
+                f"will compute its {victim.known} tokens again")
+        plan.reasons.say(victim.id, "preempted: {} needs a page and none is free; {} is last in order, gives back {} "
+                         "and {}", needy.id, victim.id, counted(pages, "page"), fate)
+
+    def _swap_out(self, victim: Sequence) -> bool:
+        """Move a victim's tokens to host pages; False where that is not asked for, or they are full."""
+        if self.preemption != "swap" or not self.kv or not victim.handle:
+            return False
+        try:
+            self.kv.swap_out(victim.handle)
+        except OutOfPagesError:
+            return False
+        victim.swapped = True
+        return True
 
     # --------------------------------------------------------------------------------------- admissions
 
     def _plan_admissions(self, plan: _Plan) -> None:
         """Admit from the head of the queue while slots, budget and pages last (see the module's rules)."""
-        queue = self._queue(self.max_running + BYPASS_LIMIT)
-        refusal = self._closed(plan)
-        blocked: _Sequence | None = None  # the oldest request that lacks pages
-        for sequence in queue:
+        if not self._waiting:
+            return
+        refusal = self._closed(plan) or self._full(plan)
+        if refusal:
+            for sequence in self._waiting.first(BYPASS_LIMIT):
+                if sequence.id not in plan.reasons:
+                    plan.reasons.say(sequence.id, "{}", refusal)
+            return
+        blocked: Sequence | None = None  # the first request that lacks pages
+        for sequence in self._waiting.first(self.max_running - len(self._running) + BYPASS_LIMIT):
             refusal = refusal or self._full(plan) or _held(blocked)
             if refusal:
-                plan.reasons.setdefault(sequence.id, refusal)
+                plan.reasons.say(sequence.id, "{}", refusal)
             elif self._open_table(sequence, plan):
-                self._waiting.pop(sequence.id, None)
-                self._preempted.pop(sequence.id, None)
-                self._running[sequence.id] = sequence
+                self._waiting.remove(sequence)
+                self._run(sequence)
                 plan.admitted.append(sequence.id)
                 if blocked:
                     blocked.bypassed += 1
-            elif self._find(sequence.id):  # it did not fail
+            elif self._waiting.get(sequence.id) is sequence:
                 blocked = blocked or sequence
-
-    def _queue(self, length: int) -> Iterable[_Sequence]:
-        """The oldest ``length`` of waiting and preempted requests, by arrival."""
-        both = merge(self._preempted.values(), self._waiting.values(), key=lambda sequence: sequence.serial)
-        return list(islice(both, length))
 
     def _closed(self, plan: _Plan) -> str:
         """Why nobody is admitted in this step, or ""."""
@@ -338,103 +399,150 @@ class ContinuousBatchScheduler:
                     f"prompts are already being computed")
         return ""
 
-    def _open_table(self, sequence: _Sequence, plan: _Plan) -> bool:
-        """Allocate pages for all known tokens; on failure note why and change nothing."""
+    def _open_table(self, sequence: Sequence, plan: _Plan) -> bool:
+        """Provide pages for all known tokens; on failure note why and change nothing."""
         if not self.kv:
             return True
         try:
-            sequence.handle = self.kv.allocate(sequence.id, sequence.known)
+            self._allocate(self.kv, sequence)
         except OutOfPagesError as error:
             if not self._running and self._refused_too_often(sequence, error):
                 return False
-            needed = self.kv.pages_for(sequence.known)
-            plan.reasons[sequence.id] = (f"waits: needs {counted(needed, 'page')}, {self.kv.free_pages} free; "
-                                         f"{self._next_release()}")
+            needed = counted(self.kv.pages_for(sequence.known), "page")
+            plan.reasons.say(sequence.id, "waits: needs {}, {} free; {}", needed, self.kv.free_pages,
+                             self._next_release())
             return False
         except Exception as error:  # not a lack of pages: this request cannot be served, the others can
             self._fail(sequence, error)
             return False
         return True
 
+    def _allocate(self, kv: KVCacheManager, sequence: Sequence) -> None:
+        """Pages for a waiting sequence: its swapped ones brought back, or new ones behind a shared prefix."""
+        if sequence.swapped and sequence.handle:
+            kv.swap_in(sequence.handle, sequence.known)
+            sequence.swapped = False
+        else:
+            tokens = self._tokens_of(sequence.id) if kv.prefix_sharing else None
+            sequence.handle = kv.allocate(sequence.id, sequence.known, tokens, sequence.request.cache_salt)
+            sequence.computed = kv.length(sequence.handle)
+        sequence.capacity = kv.pages_for(sequence.known) * kv.page_size
+
     def _next_release(self) -> str:
         """Who is nearest to its end, for the reason of a wait."""
         if not self._running:
             return "no running request will free any: pages are held from outside"
         soonest = min(self._running.values(), key=lambda running: running.request.max_tokens - running.generated)
-        held = len(self.kv.pages(soonest.handle)) if self.kv and soonest.handle and self._holds_pages(soonest) else 0
         left = soonest.request.max_tokens - soonest.generated
-        return f"{soonest.id} frees {held} at its end, at most {counted(left, 'token')} away"
+        return f"{soonest.id} frees {self._page_count(soonest)} at its end, at most {counted(left, 'token')} away"
 
     # ----------------------------------------------------------------------------------------- prefills
 
     def _plan_prefills(self, plan: _Plan) -> None:
         """Share what is left of the budget evenly among prompts, short ones first so that what they do not need
         goes to the longer ones. Their pages were reserved at admission."""
-        prefilling = [sequence for sequence in self._running.values()
-                      if not sequence.decoding and sequence.last_served != plan.step]
+        prefilling = [sequence for sequence in self._running.values() if sequence.last_served != plan.step
+                      and (not sequence.decoding or sequence.id in plan.admitted)]
+        if not prefilling:
+            return
         served = _least_recently_served(prefilling, plan.left)
-        served.sort(key=lambda sequence: (sequence.remaining, sequence.serial))
+        served.sort(key=lambda sequence: (sequence.remaining, sequence.order))
         for i, sequence in enumerate(served):
             share = plan.left // (len(served) - i)
-            self._schedule(plan, sequence, min(share, sequence.remaining), "prefill")
-        for sequence in prefilling:
-            if sequence.last_served != plan.step:
-                plan.reasons[sequence.id] = (f"waits for its turn: {plan.budget - plan.left} of {plan.budget} budget "
-                                             f"tokens went to other requests")
+            phase = "decode" if sequence.decoding else "prefill"  # one that was swapped in goes on where it was
+            self._schedule(plan, sequence, min(share, sequence.remaining), phase)
+        if len(served) < len(prefilling):
+            self._explain_turns(plan, prefilling)
 
     # ------------------------------------------------------------------------------------------- inside
 
-    def _schedule(self, plan: _Plan, sequence: _Sequence, count: int, phase: str) -> None:
+    def _schedule(self, plan: _Plan, sequence: Sequence, count: int, phase: str) -> None:
         start, end = sequence.computed, sequence.computed + count
-        chunk = ScheduledChunk(sequence.id, start, count, phase)
-        plan.chunks.append(chunk)
+        plan.chunks.append(ScheduledChunk(sequence.id, start, count, phase))
         plan.left -= count
         sequence.last_served = plan.step
-        self._in_flight.append((sequence, chunk))
+        self._in_flight.append((sequence, count))
         if phase == "decode":
-            what = f"decodes position {start}: token {sequence.generated + 1} of at most {sequence.request.max_tokens}"
-        else:
-            what = f"prefills positions {start} to {end - 1} of {sequence.known}"
-            if end < sequence.known:
-                what += f", {sequence.known - end} left for later steps (budget {plan.budget})"
-        plan.reasons[sequence.id] = f"admitted; {what}" if sequence.id in plan.admitted else what
+            plan.reasons.say(sequence.id, "decodes position {}: token {} of at most {}", start, sequence.generated + 1,
+                             sequence.request.max_tokens)
+            return
+        admitted = "admitted; " if sequence.id in plan.admitted else ""
+        left = f", {sequence.known - end} left for later steps (budget {plan.budget})" if end < sequence.known else ""
+        plan.reasons.say(sequence.id, "{}prefills positions {} to {} of {}{}", admitted, start, end - 1, sequence.known,
+                         left)
 
-    def _decide(self, plan: _Plan) -> ScheduleDecision:
-        finished, self._finished = tuple(self._finished), []
-        return ScheduleDecision(
-            plan.step, plan.budget, tuple(plan.chunks), tuple(plan.admitted), tuple(plan.preempted), finished,
-            waiting=(*self._preempted, *self._waiting), running=tuple(self._running), reasons=plan.reasons)
+    def _explain_turns(self, plan: _Plan, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.id in self._running and sequence.last_served != plan.step:
+                plan.reasons.say(sequence.id, "waits for its turn: {} requests want a part of the {} budget tokens",
+                                 len(self._running), plan.budget)
 
-    def _find(self, request_id: str) -> _Sequence | None:
-        return self._running.get(request_id) or self._preempted.get(request_id) or self._waiting.get(request_id)
+    def _new_sequence(self, request: Request) -> Sequence:
+        rank = self.policy.rank(request, self._steps, 0)
+        self._submitted += 1
+        return Sequence(request, self._steps, self._submitted, rank)
 
-    def _holds_pages(self, sequence: _Sequence) -> bool:
-        return bool(self.kv and sequence.handle and self.kv.owns(sequence.handle))
+    def _find(self, request_id: str) -> Sequence | None:
+        return self._running.get(request_id) or self._waiting.get(request_id)
 
-    def _remove(self, sequence: _Sequence) -> None:
-        """Take a sequence out of every queue and give its pages back."""
-        for queue in (self._running, self._preempted, self._waiting):
-            queue.pop(sequence.id, None)
-        if self.kv and sequence.handle and self._holds_pages(sequence):
+    def _live(self, request_id: str) -> Sequence:
+        sequence = self._find(request_id)
+        if sequence is None:
+            raise UnknownRequestError(f"request {request_id!r} is not live")
+        return sequence
+
+    def _ids_running(self) -> tuple[str, ...]:
+        if self._running_ids is None:
+            self._running_ids = tuple(self._running)
+        return self._running_ids
+
+    def _run(self, sequence: Sequence) -> None:
+        self._running[sequence.id] = sequence
+        self._running_ids = None
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        if self._running.pop(sequence.id, None):
+            self._running_ids = None
+
+    def _page_count(self, sequence: Sequence) -> int:
+        owned = self.kv and sequence.handle and self.kv.owns(sequence.handle)
+        return len(self.kv.pages(sequence.handle)) if owned and self.kv and sequence.handle else 0
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give the pages back, unless somebody outside already has."""
+        if self.kv and sequence.handle and self.kv.owns(sequence.handle):
             self.kv.release(sequence.handle)
+        sequence.handle, sequence.swapped = None, False
 
-    def _refused_too_often(self, sequence: _Sequence, error: OutOfPagesError) -> bool:
+    def _remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of every queue and give its pages back."""
+        self._stop_running(sequence)
+        self._waiting.remove(sequence)
+        self._release(sequence)
+
+    def _refused_too_often(self, sequence: Sequence, error: OutOfPagesError) -> bool:
         sequence.refusals += 1
         if sequence.refusals >= REFUSAL_LIMIT:
             self._fail(sequence, error)
         return sequence.refusals >= REFUSAL_LIMIT
 
-    def _fail(self, sequence: _Sequence, error: Exception) -> None:
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
         self._remove(sequence)
         self._failures[sequence.id] = f"{type(error).__name__}: {error}"
         self._finished.append(sequence.id)
 
 
-def _least_recently_served(sequences: list[_Sequence], number: int) -> list[_Sequence]:
+def _least_recently_served(sequences: list[Sequence], number: int) -> list[Sequence]:
     """At most ``number`` of the sequences, those that have waited longest for a chunk first."""
     if len(sequences) <= number:
         return list(sequences)
-    return nsmallest(number, sequences, key=lambda sequence: (sequence.last_served, sequence.serial))
+    return nsmallest(number, sequences, key=lambda sequence: (sequence.last_served, sequence.order))
+
+
+def _held(blocked: Sequence | None) -> str:
+    if blocked and blocked.bypassed >= BYPASS_LIMIT:
+        return f"waits: {blocked.id} lacks pages and was overtaken {blocked.bypassed} times, so the queue holds for it"
+    return ""
 
 
 def counted(number: int, noun: str) -> str:
@@ -442,12 +550,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _held(blocked: _Sequence | None) -> str:
-    if blocked and blocked.bypassed >= BYPASS_LIMIT:
-        return f"waits: {blocked.id} lacks pages and was overtaken {blocked.bypassed} times, so the queue holds for it"
-    return ""
-
-
-def _require_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RequestError(f"{name} must be an integer from 1, not {value!r}")
+def _require_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise RequestError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")

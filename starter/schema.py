@@ -33,6 +33,7 @@ from .shapes import (
     MapOf,
     Nullable,
     Number,
+    Pair,
     Record,
     Tagged,
     Text,
@@ -45,6 +46,8 @@ SCENARIO_VERSION = 1
 MAX_VOCABULARY = 1_000_000
 MAX_CONTEXT = 1_048_576
 MAX_PAGES = 1_048_576
+MAX_SAMPLES = 64
+POLICY_NAMES = ("fcfs", "priority", "shortest", "prefill-first")
 
 # ------------------------------------------------------------------------------------------------ model
 
@@ -138,6 +141,13 @@ class SamplingParams:
     top_p        keep the fewest likeliest tokens whose probabilities reach p (Holtzman et al. 2020); 1 keeps all
     min_p        drop tokens less likely than min_p times the likeliest; 0 drops none
     seed         of this request's own generator; None derives it from the engine's seed and the request id
+    logit_bias   (token, number) pairs added to the logits; a mapping is accepted
+    repetition_penalty, presence_penalty, frequency_penalty    see ``sampling.adjust``
+    min_tokens   no end, stop token or stop string before so many tokens
+    ignore_eos   end-of-sequence tokens are tokens like any other
+    stop         strings that end the text; they are not part of it
+    logprobs     how many of the likeliest tokens each event lists; None lists none
+    n            samples of one prompt; they share its pages
     """
 
     temperature: float = 0.0
@@ -145,6 +155,15 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()  # kept as sorted pairs
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: Sequence[str] = ()  # kept as a tuple
+    logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         _require_number("temperature", self.temperature, 0.0, 1e6)
@@ -153,6 +172,30 @@ class SamplingParams:
         _require_number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _require_integer("seed", self.seed, 0)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        _require_integer("min_tokens", self.min_tokens, 0)
+        _require_integer("n", self.n, 1)
+        if self.n > MAX_SAMPLES:
+            raise RequestError(f"n must be at most {MAX_SAMPLES}, not {self.n}")
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        if self.logprobs is not None:
+            _require_integer("logprobs", self.logprobs, 0)
+        for token, value in self.bias:
+            _require_integer("a logit_bias token", token, 0)
+            _require_number("a logit_bias value", value, -1e6, 1e6)
+        object.__setattr__(self, "logit_bias", tuple(sorted((token, float(value)) for token, value in self.bias)))
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if not all(isinstance(stop, str) and stop for stop in stops):
+            raise RequestError(f"stop must be strings that are not empty, not {self.stop!r}; no stop string is []")
+        object.__setattr__(self, "stop", stops)
+
+    @property
+    def bias(self) -> tuple[tuple[int, float], ...]:
+        """``logit_bias`` as it is kept."""
+        return tuple(self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias)
 
 
 @dataclass(frozen=True)
@@ -198,6 +241,11 @@ class Request:
         for token in (*self.prompt_tokens, *self.stop_tokens):
             if token >= model.vocab_size:
                 raise RequestError(f"token {token} is outside the vocabulary; allowed: 0 to {model.vocab_size - 1}")
+        for token, _ in self.sampling.bias:
+            if token >= model.vocab_size:
+                raise RequestError(f"logit_bias names token {token}; allowed: 0 to {model.vocab_size - 1}")
+        if (self.sampling.logprobs or 0) > model.vocab_size:
+            raise RequestError(f"logprobs {self.sampling.logprobs} is more than the vocabulary of {model.vocab_size}")
         total = len(self.prompt_tokens) + self.max_tokens
         if total > model.max_context:
             raise CapacityError(
@@ -216,7 +264,8 @@ class TokenEvent:
     ``index`` counts a request's tokens from 0 without gaps. ``text`` is what this token adds to the decoded text.
     ``step`` and ``time`` say when (the engine's step count; its clock, seconds). ``logprob`` is the natural
     logarithm of the token's probability at temperature 1. ``finish_reason`` is None except on the last event:
-    "stop", "length", "cancelled" or "error", the last with the reason in ``error``.
+    "stop", "length", "cancelled" or "error", the last with the reason in ``error``. With n > 1 samples each has its own
+    indices and its own last event. ``top_logprobs`` lists (token, logprob) of the likeliest, if asked for.
     """
 
     request_id: str
@@ -229,6 +278,7 @@ class TokenEvent:
     finish_reason: str | None = None
     error: str | None = None
     sample: int = 0
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -282,7 +332,10 @@ class EngineSettings:
     budget_tokens     tokens computed in a step, at most   max_running      requests admitted at a time
     batching          "continuous": requests join and leave in every step; "static": a batch is admitted when the
                       last one has ended; "none": one request at a time
-    policy            order of the waiting queue           preemption       what happens when pages run out
+    max_waiting       requests that may wait; more are refused with QueueFullError
+    policy            who goes first: "fcfs", "priority", "shortest", "prefill-first" (see ``policies.py``)
+    preemption        when pages run out: "recompute" the victim's tokens later, or "swap" them to host_pages pages
+    prefix_sharing    requests that begin alike share the pages of what they have in common
     use_cache         False recomputes the whole context for every token (for comparison)
     seed              of the sampling generators of requests that bring no seed of their own
     """
@@ -293,12 +346,19 @@ class EngineSettings:
     budget_tokens: int = 32
     max_running: int = 8
     batching: str = "continuous"
+    max_waiting: int = 100_000
     policy: str = "fcfs"
     preemption: str = "recompute"
+    host_pages: int = 64
     prefix_sharing: bool = False
     use_cache: bool = True
     kv_quantization: str | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kv_quantization is not None:
+            raise SchemaError("KV pages in int8 are not part of this version; use null (the weights can be quantized)",
+                              "/kv_quantization")
 
     def override(self, changes: Mapping[str, object]) -> EngineSettings:
         """A copy with some settings replaced, checked like the file they usually come from."""
@@ -405,7 +465,16 @@ SAMPLING_SHAPE = Record(SamplingParams, {
     "top_p": Number(0.0, 1.0),
     "min_p": Number(0.0, 1.0),
     "seed": Nullable(_SEED),
-})
+    "logit_bias": ListOf(Pair(_TOKEN, Number(-1e6, 1e6)), longest=MAX_VOCABULARY),
+    "repetition_penalty": Number(0.01, 100.0),
+    "presence_penalty": Number(-100.0, 100.0),
+    "frequency_penalty": Number(-100.0, 100.0),
+    "min_tokens": Integer(0, MAX_CONTEXT),
+    "ignore_eos": Boolean(),
+    "stop": ListOf(Text(1, 1_000), longest=64),
+    "logprobs": Nullable(Integer(0, MAX_VOCABULARY)),
+    "n": Integer(1, MAX_SAMPLES),
+}, sparse=True)
 
 REQUEST_SHAPE = Record(Request, {
     "request_id": _ID,
@@ -416,7 +485,7 @@ REQUEST_SHAPE = Record(Request, {
     "sampling": SAMPLING_SHAPE,
     "stop_tokens": ListOf(_TOKEN, longest=64),
     "cache_salt": Nullable(Text(1, 200)),
-})
+}, sparse=True)
 
 TOKEN_EVENT_SHAPE = Record(TokenEvent, {
     "request_id": _ID,
@@ -429,6 +498,7 @@ TOKEN_EVENT_SHAPE = Record(TokenEvent, {
     "finish_reason": Nullable(Choice(("stop", "length", "cancelled", "error"))),
     "error": Nullable(Text()),
     "sample": Integer(),
+    "top_logprobs": ListOf(Pair(_TOKEN, Number(-1e300, 0.0)), longest=MAX_VOCABULARY),
 })
 
 SCENARIO_EVENT_SHAPE = Record(ScenarioEvent, {"step": Integer(), "cancel": _ID})
@@ -450,8 +520,10 @@ ENGINE_SHAPE = Record(EngineSettings, {
     "budget_tokens": Integer(1, MAX_CONTEXT),
     "max_running": Integer(1, 65_536),
     "batching": Choice(("continuous", "static", "none")),
-    "policy": Choice(("fcfs",)),
-    "preemption": Choice(("recompute",)),
+    "max_waiting": Integer(1),
+    "policy": Choice(tuple(POLICY_NAMES)),
+    "preemption": Choice(("recompute", "swap")),
+    "host_pages": Integer(0, MAX_PAGES),
     "prefix_sharing": Boolean(),
     "use_cache": Boolean(),
     "kv_quantization": Nullable(Choice(("int8",))),

@@ -204,6 +204,26 @@ class ListOf:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pair:
+    """A list of exactly two items, each of its own shape."""
+
+    first: Shape
+    second: Shape
+
+    def parse(self, value: object, path: str) -> tuple[Any, Any]:
+        if not isinstance(value, (list, tuple)) or len(value) != 2:
+            raise SchemaError(f"a list of two items is wanted, not {describe(value)}", path)
+        return self.first.parse(value[0], pointer(path, 0)), self.second.parse(value[1], pointer(path, 1))
+
+    def dump(self, value: tuple[Any, Any]) -> object:
+        return [self.first.dump(value[0]), self.second.dump(value[1])]
+
+    def json_schema(self) -> dict[str, object]:
+        items = [self.first.json_schema(), self.second.json_schema()]
+        return {"type": "array", "prefixItems": items, "minItems": 2, "maxItems": 2}
+
+
+@dataclasses.dataclass(frozen=True)
 class MapOf:
     """An object with free keys and values of one shape."""
 
@@ -231,12 +251,15 @@ class Record:
 
     make: Callable[..., Any]
     fields: Mapping[str, Shape]
+    sparse: bool = False  # dump leaves out fields that have their default
 
     def _required(self) -> list[str]:
-        missing = dataclasses.MISSING
-        defaults = {f.name: f.default is not missing or f.default_factory is not missing
-                    for f in dataclasses.fields(self.make)}  # type: ignore[arg-type]
-        return [name for name in self.fields if not defaults[name]]
+        return [name for name in self.fields if name not in self._defaults()]
+
+    def _defaults(self) -> dict[str, object]:
+        return {f.name: f.default if f.default is not dataclasses.MISSING else f.default_factory
+                for f in dataclasses.fields(self.make)  # type: ignore[arg-type]
+                if f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING}
 
     def parse(self, value: object, path: str) -> Any:
         if not isinstance(value, dict):
@@ -256,7 +279,9 @@ class Record:
             raise SchemaError(str(error), path) from None
 
     def dump(self, value: Any) -> object:
-        return {name: shape.dump(getattr(value, name)) for name, shape in self.fields.items()}
+        defaults = self._defaults() if self.sparse else {}
+        return {name: shape.dump(getattr(value, name)) for name, shape in self.fields.items()
+                if name not in defaults or getattr(value, name) != defaults[name]}
 
     def json_schema(self) -> dict[str, object]:
         properties = {name: shape.json_schema() for name, shape in self.fields.items()}

@@ -1,4 +1,8 @@
-"""M3 · A request from submit until its last event was read: its tokens, its generator, its unread events."""
+"""M3 · A request from submit until its last event was read: its samples, their tokens and text, the unread events.
+
+A request has one sample, or n of them (``SamplingParams.n``). A sample is what the scheduler calls a sequence: the
+first has the request's id, the i-th the id "<request>#<i>". All share one queue of events.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,15 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+from .sampling import Choice
 from .schema import Request, TokenEvent
+from .stop_strings import StopStrings
 from .tokenizer import TextStream
 
 
 @dataclass(frozen=True)
 class RequestStatus:
-    """Where a request stands: "waiting", "running" or "finished", and how far it is."""
+    """Where a request stands: "waiting", "running" or "finished", and how far it is (all samples together)."""
 
     request_id: str
     state: str
@@ -22,52 +28,95 @@ class RequestStatus:
 
 
 @dataclass(eq=False)
-class RequestStream:
-    """The engine's side of a stream. Events go in at the end and are read, each once, from the front; the one with a
-    finish_reason is the last."""
+class Sample:
+    """One continuation of a request's prompt."""
 
-    request: Request
+    stream: RequestStream
+    number: int
     generator: random.Random
-    text: TextStream
+    decoder: TextStream
+    stops: StopStrings
     tokens: list[int]  # the prompt and what was generated
-    events: deque[TokenEvent] = field(default_factory=deque)  # not yet read
+    started: bool = False  # the first runs from submit on, the others when the prompt is computed
     withheld: int = 0  # tokens generated, but not read before a cancel
     finish_reason: str | None = None
-    drained: bool = False  # the last event was read
+
+    @property
+    def id(self) -> str:
+        """The sequence's id."""
+        return sample_id(self.stream.request.request_id, self.number)
 
     @property
     def generated(self) -> int:
         """Tokens generated so far."""
-        return len(self.tokens) - len(self.request.prompt_tokens)
+        return len(self.tokens) - len(self.stream.request.prompt_tokens)
 
-    def token(self, token: int, logprob: float, reason: str | None, step: int, time: float) -> TokenEvent:
-        """Append a generated token, with a finish_reason if it is the last."""
+    def add(self, choice: Choice, ends: bool, step: int, time: float) -> TokenEvent:
+        """Append a generated token. ``ends``: it is an end or stop token. Decides whether the sample is finished."""
+        request = self.stream.request
         index = self.generated
-        self.tokens.append(token)
-        text = self.text.push(token) + (self.text.finish() if reason else "")
-        event = TokenEvent(self.request.request_id, index, token, text, step, time, logprob, reason)
+        self.tokens.append(choice.token)
+        text = self.decoder.push(choice.token)
+        if self.generated > request.sampling.min_tokens:
+            text, stopped = self.stops.push(text)
+        else:
+            stopped = False
+        reason = "stop" if ends or stopped else "length" if self.generated == request.max_tokens else None
+        if reason and not stopped:
+            text += self._rest()
+        event = TokenEvent(request.request_id, index, choice.token, text, step, time, choice.logprob, reason,
+                           sample=self.number, top_logprobs=choice.top_logprobs)
         self._append(event)
         return event
 
     def end(self, reason: str, error: str | None, step: int, time: float) -> TokenEvent:
-        """Append the end of a request that ends without a token; its index is the next one its reader expects."""
-        text = "" if reason == "cancelled" else self.text.finish()
-        event = TokenEvent(self.request.request_id, self.generated - self.withheld, None, text, step, time, None,
-                           reason, error)
+        """Append the end of a sample that ends without a token; its index is the next one its reader expects."""
+        text = "" if reason == "cancelled" else self._rest()
+        event = TokenEvent(self.stream.request.request_id, self.generated - self.withheld, None, text, step, time, None,
+                           reason, error, self.number)
         self._append(event)
         return event
 
+    def _rest(self) -> str:
+        """Text held back: an incomplete character, or what might have become a stop string."""
+        text, stopped = self.stops.push(self.decoder.finish())
+        return text if stopped else text + self.stops.finish()
+
     def _append(self, event: TokenEvent) -> None:
-        self.events.append(event)
+        self.stream.events.append(event)
         self.finish_reason = event.finish_reason
 
-    def withhold(self) -> None:
-        """Forget unread tokens: after a cancel nobody sees them."""
-        self.withheld += len(self.events)
-        self.events.clear()
 
-    def take(self) -> TokenEvent:
-        """The next unread event."""
-        event = self.events.popleft()
-        self.drained = event.finish_reason is not None
-        return event
+@dataclass(eq=False)
+class RequestStream:
+    """Events go in at the end and are read, each once, from the front. The stream ends with its last sample."""
+
+    request: Request
+    samples: list[Sample] = field(default_factory=list)
+    events: deque[TokenEvent] = field(default_factory=deque)  # not yet read
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the last sample, once all are finished."""
+        return None if any(sample.finish_reason is None for sample in self.samples) else self.samples[-1].finish_reason
+
+    @property
+    def drained(self) -> bool:
+        """The last event was read."""
+        return not self.events and self.finish_reason is not None
+
+    def withhold(self) -> None:
+        """Forget unread tokens: after a cancel nobody sees them. Ends of samples that were finished before stay."""
+        kept: deque[TokenEvent] = deque()
+        for event in self.events:
+            sample = self.samples[event.sample]
+            if sample.finish_reason is None:
+                sample.withheld += 1
+            else:
+                kept.append(event)
+        self.events = kept
+
+
+def sample_id(request_id: str, number: int) -> str:
+    """Id of the sequence of a sample."""
+    return request_id if number == 0 else f"{request_id}#{number}"

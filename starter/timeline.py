@@ -7,8 +7,8 @@ An event is a flat dictionary. Every event has "event" (its kind), "step" (steps
     submit   request, prompt_tokens, max_tokens          refuse  request, error (nothing was queued)
     step     budget, computed, chunks [[request, start, count, phase]], admitted, preempted, waiting, running,
              reasons {request: sentence}, used_pages, empty_slots
-    pages    change ("allocate", "share", "copy", "release"), request, pages, used_pages
-    token    request, index, token, text
+    pages    change ("allocate", "share", "copy", "release", "swap_out", "swap_in"), request, pages, used_pages
+    token    request, index, token, text                 fork    request, parent: another sample of one prompt
     cancel   request                                     finish  request, reason, tokens, error
 
 On disk a timeline is JSON Lines, one event a line, written as it happens: a crash loses at most the last line.

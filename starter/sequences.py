@@ -1,0 +1,96 @@
+"""M3 · What the scheduler remembers of a live request, and the queue of those that wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+
+from .kv_cache import KVHandle
+from .schema import Request
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A live request: how much of it is known, computed and stored."""
+
+    request: Request
+    arrival_step: int
+    serial: int  # order of submission; breaks ties of rank
+    rank: float  # see policies.py: the smaller, the earlier
+    computed: int = 0
+    generated: int = 0
+    handle: KVHandle | None = None
+    swapped: bool = False  # the handle's tokens are in host pages
+    capacity: int = 0  # tokens whose slots are reserved and its own; what is beyond needs the page manager
+    last_served: int = -1  # step of its last chunk
+    bypassed: int = 0  # later requests admitted while this one lacked pages
+    refusals: int = 0  # times it got no pages although nothing else was running
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Position among all live requests."""
+        return self.rank, self.serial
+
+    @property
+    def known(self) -> int:
+        """Tokens whose numbers are known: the prompt and what was generated."""
+        return len(self.request.prompt_tokens) + self.generated
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens still to be computed; the last of them yields the next token."""
+        return self.known - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        return self.generated > 0 and self.remaining == 1
+
+
+class WaitingQueue:
+    """Sequences in order. ``push`` O(log n); ``remove`` O(1): what was removed is skipped when it comes up."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[float, int], int, Sequence]] = []
+        self._waiting: dict[str, tuple[int, Sequence]] = {}  # with the ticket of the heap's entry that counts
+        self._tickets = count()
+        self._ids: tuple[str, ...] | None = ()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def get(self, request_id: str) -> Sequence | None:
+        return self._waiting.get(request_id, (0, None))[1]
+
+    def push(self, sequence: Sequence) -> None:
+        ticket = next(self._tickets)
+        self._waiting[sequence.id] = ticket, sequence
+        self._ids = None
+        heappush(self._heap, (sequence.order, ticket, sequence))
+
+    def remove(self, sequence: Sequence) -> None:
+        if self.get(sequence.id) is sequence:
+            del self._waiting[sequence.id]
+            self._ids = None
+
+    def first(self, number: int) -> list[Sequence]:
+        """The first ``number`` in order; they stay. O(number log n), and amortized O(log n) for each one removed."""
+        found: list[tuple[tuple[float, int], int, Sequence]] = []
+        while self._heap and len(found) < number:
+            entry = heappop(self._heap)
+            if self._waiting.get(entry[2].id, (-1, None))[0] == entry[1]:
+                found.append(entry)
+        for entry in found:
+            heappush(self._heap, entry)
+        return [sequence for _, _, sequence in found]
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids in the order in which they began to wait. O(1) unless the queue changed since the last call."""
+        if self._ids is None:
+            self._ids = tuple(self._waiting)
+        return self._ids
