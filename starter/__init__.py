@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .errors import EngineError as EngineError
     from .errors import OutOfPagesError as OutOfPagesError
     from .errors import QuantizationError as QuantizationError
+    from .errors import QueueFullError as QueueFullError
     from .errors import RequestError as RequestError
     from .errors import SchemaError as SchemaError
     from .errors import StaleHandleError as StaleHandleError
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "errors": "EngineError SchemaError RequestError DuplicateRequestError CapacityError UnknownRequestError "
+    "errors": "EngineError SchemaError RequestError DuplicateRequestError CapacityError QueueFullError "
+              "UnknownRequestError "
               "OutOfPagesError StaleHandleError QuantizationError BackendError",
     "schema": "QuantizationConfig Request SamplingParams Scenario TokenEvent load_scenario",
     "backend": "load_backend",

@@ -106,7 +106,7 @@ _BACKENDS = {  # name: (module, class, package it needs, extra that installs the
 def load_backend(backend: str | Backend = "auto") -> Backend:
     """Find a backend by name, or pass a ready one through. BackendError for an unknown or missing one."""
     if not isinstance(backend, str):
-        missing = [name for name in ("embed", "norm", "linear", "attend", "kv_store") if not hasattr(backend, name)]
+        missing = [name for name in vars(Backend) if name[0] != "_" and not hasattr(backend, name)]
         if missing:
             raise BackendError(f"{backend!r} is no backend: it has no {', '.join(missing)}")
         return backend

@@ -41,6 +41,7 @@ from .errors import (
     RequestError,
     UnknownRequestError,
 )
+from .faults import Fault, FaultInjector
 from .kv_cache import KVCacheManager
 from .loading import AS_IN_SCENARIO, Loaded, load_checkpoint_model, load_scenario_model
 from .metrics import Metrics
@@ -71,6 +72,7 @@ class InferenceEngine:
         self._closed = False
         self._thread: Thread | None = None
         self._failure: BaseException | None = None  # what stopped the engine's own thread
+        self._faults: FaultInjector | None = None
         self.kv = self._make_cache()
         self.scheduler = ContinuousBatchScheduler(
             self.settings.max_running, self.settings.policy, self.kv if self.settings.use_cache else None,
@@ -125,6 +127,14 @@ class InferenceEngine:
         return (f"<InferenceEngine {self.model.backend.name}: step {self.steps}, {len(self.active)} active requests, "
                 f"{self.kv.free_pages} of {self.kv.total_pages} pages free>")
 
+    def inject(self, faults: Iterable[Fault]) -> FaultInjector:
+        """Let these faults happen from now on, in place of those injected before (see ``faults.py``)."""
+        with self._news:
+            if self._faults:
+                self._faults.end()
+            self._faults = FaultInjector(faults, self.kv, self.scheduler.handle, self._recorder.event)
+            return self._faults
+
     def start(self) -> None:
         """Run steps in a thread of the engine's own from now on, whenever there is work. Idempotent."""
         with self._news:
@@ -153,6 +163,8 @@ class InferenceEngine:
             for stream in list(self._streams.values()):
                 if stream.finish_reason is None:
                     self.cancel(stream.request.request_id)
+            if self._faults:
+                self._faults.end()
             self._closed = True
             self._news.notify_all()
             thread, self._thread = self._thread, None
@@ -335,6 +347,8 @@ class InferenceEngine:
         with self._stepping:
             with self._news:
                 self._require_open()
+                if self._faults:
+                    self._faults.before_step(self.steps)
                 decision = self.scheduler.step(
                     self.settings.budget_tokens if budget_tokens is None else budget_tokens)
                 pieces = self._pieces(decision.chunks)
@@ -393,13 +407,17 @@ class InferenceEngine:
             return rows
 
     def _forward(self, pieces: Mapping[str, Piece]) -> dict[str, Logits | Exception]:
-        wanted = [sequence_id for sequence_id, piece in pieces.items() if piece.wants_logits]
-        if not self.settings.use_cache:
-            return {sequence_id: self.model.forward_uncached(pieces[sequence_id].tokens) for sequence_id in wanted}
         if not pieces:
             return {}
-        batch = Batch.of(pieces.values(), self.kv.page_size)
-        return dict(zip(wanted, self.model.forward(batch, self.kv.store)))
+        if self._faults:
+            self._faults.before_forward(pieces.keys())
+        wanted = [sequence_id for sequence_id, piece in pieces.items() if piece.wants_logits]
+        if self.settings.use_cache:
+            batch = Batch.of(pieces.values(), self.kv.page_size)
+            rows: dict[str, Logits] = dict(zip(wanted, self.model.forward(batch, self.kv.store)))
+        else:
+            rows = {sequence_id: self.model.forward_uncached(pieces[sequence_id].tokens) for sequence_id in wanted}
+        return dict(self._faults.after_forward(rows) if self._faults else rows)
 
     def _settle(self, rows: Mapping[Sample, Logits | Exception]) -> None:
         """The step's numbers are there: choose tokens, end what has failed, start further samples, tell everybody."""

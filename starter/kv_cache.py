@@ -136,6 +136,7 @@ class KVCacheManager:
         self._pool = PagePool(num_pages, page_size)
         self._host = PagePool(host_pages, page_size)
         self._observer = observer or (lambda kind, request_id, pages: None)
+        self.gate: Callable[[int, str], None] = lambda number, for_whom: None  # asked before fresh pages are taken
         self._tables: dict[int, _Table] = {}
         self._counts: Counter[str] = Counter()
 
@@ -215,7 +216,7 @@ class KVCacheManager:
         table = _Table(request_id, self._pool.index.root(salt))
         found = self._find_prefix(table.root, tokens[:token_count]) if self.prefix_sharing and tokens else []
         shared = [page for page, _ in found]
-        self._pool.require(needed - len(shared), request_id, besides=shared)
+        self._ask(needed - len(shared), request_id, besides=shared)
         for page in shared:
             self._pool.share(page)
         fresh = self._pool.take(needed - len(shared), request_id)
@@ -270,6 +271,7 @@ class KVCacheManager:
         missing = max(0, self.pages_for(token_count) - len(table.pages))
         if not shared and not missing:
             return
+        self._ask(len(shared) + missing, table.request_id)
         fresh = self._pool.take(len(shared) + missing, table.request_id)
         self._copy_pages([table.pages[i] for i in shared], fresh)
         for index, target in zip(shared, fresh):
@@ -286,6 +288,8 @@ class KVCacheManager:
         if not table.length <= token_count <= len(table.pages) * self.page_size:
             raise RequestError(f"{table.request_id} has {table.length} tokens and {len(table.pages)} pages of "
                                f"{self.page_size}; it cannot hold {token_count}")
+        if self._shared_among(table, table.length, token_count):
+            raise RequestError(f"{table.request_id} shares the page it would fill; reserve() the positions first")
         self._counts["misses"] += token_count - table.length
         for i in range(table.length // self.page_size, self.pages_for(token_count)):
             self._pool.set_fill(table.pages[i], min(self.page_size, token_count - i * self.page_size))
@@ -342,7 +346,9 @@ class KVCacheManager:
         table = self._table(handle)
         if table.host_pages is None:
             raise RequestError(f"{table.request_id} is not swapped out; there is nothing to bring back")
-        pages = self._pool.take(self.pages_for(max(token_count, table.length)), table.request_id)
+        needed = self.pages_for(max(token_count, table.length))
+        self._ask(needed, table.request_id)
+        pages = self._pool.take(needed, table.request_id)
         self._copy_pages(table.host_pages, pages, self._pool, self.store, self.host_store)
         for page in table.host_pages:
             self._host.drop(page)
@@ -376,6 +382,12 @@ class KVCacheManager:
 
     # ------------------------------------------------------------------------------------------- inside
 
+    def _ask(self, number: int, for_whom: str, besides: Sequence[int] = ()) -> None:
+        """OutOfPagesError, with nothing changed, unless so many fresh pages can be taken."""
+        if number:
+            self.gate(number, for_whom)
+        self._pool.require(number, for_whom, besides)
+
     def _open(self, table: _Table) -> KVHandle:
         handle = KVHandle(table.request_id, next(_serials))
         self._tables[handle.serial] = table
@@ -399,6 +411,8 @@ class KVCacheManager:
 
     def _shared_among(self, table: _Table, start: int, end: int) -> list[int]:
         """Indices in the block table of shared pages that positions start .. end - 1 fall into."""
+        if start >= end:
+            return []
         last = min(len(table.pages), self.pages_for(end))
         return [i for i in range(start // self.page_size, last) if self._pool.refcounts[table.pages[i]] > 1]
 

@@ -29,6 +29,7 @@ def play(engine: InferenceEngine, scenario: Scenario) -> Iterator[Played]:
     start = engine.steps
     arrivals = sorted(scenario.requests, key=lambda request: request.arrival)  # a stable sort
     cancels = sorted(scenario.events, key=lambda event: event.step)
+    slow = engine.inject(scenario.faults).slow if scenario.faults else frozenset()
     live: set[str] = set()
     while arrivals or live:
         now = engine.steps - start
@@ -44,7 +45,8 @@ def play(engine: InferenceEngine, scenario: Scenario) -> Iterator[Played]:
             if request_id in live:
                 engine.cancel(request_id)
         decision = engine.step()
-        events = [event for request_id in sorted(live) for event in engine.poll(request_id)]
+        readable = live - slow or live  # slow consumers read when nobody else is left
+        events = [event for request_id in sorted(readable) for event in engine.poll(request_id)]
         live -= {event.request_id for event in events if event.finish_reason}
         yield Played(decision, events, refused)
 

@@ -205,7 +205,6 @@ class ContinuousBatchScheduler:
         sequence.computed, sequence.generated = parent.computed, parent.generated
         if self.kv and parent.handle:
             sequence.handle = self.kv.fork(parent.handle, child.request_id)
-            parent.capacity = sequence.capacity = 0  # the next write has to ask for a page of its own
         self._run(sequence)
 
     def cancel(self, request_id: str) -> None:
@@ -306,27 +305,29 @@ class ContinuousBatchScheduler:
     def _provide_page(self, plan: _Plan, sequence: Sequence) -> bool:
         """Reserve the slot of the next position. Preempts from the last on until it succeeds; False if the sequence
         itself had to go. Terminates: every round either succeeds or removes a running request."""
-        while sequence.known > sequence.capacity:
-            try:
-                self._reserve(sequence)
-            except OutOfPagesError as error:
-                if len(self._running) == 1 and self._refused_too_often(sequence, error):
-                    return False
-                victim = max(self._running.values(), key=lambda running: running.order)
-                self._preempt(plan, victim, sequence)
-            except Exception as error:  # not a lack of pages: this request cannot go on, the others can
-                self._fail(sequence, error)
-            if self._running.get(sequence.id) is not sequence:
+        while self._running.get(sequence.id) is sequence:
+            refusal = self._reserve(sequence)
+            if refusal is None:
+                return True
+            if len(self._running) == 1 and self._refused_too_often(sequence, refusal):
                 return False
-        return True
+            if self._running.get(sequence.id) is sequence:
+                self._preempt(plan, max(self._running.values(), key=lambda running: running.order), sequence)
+        return False
 
-    def _reserve(self, sequence: Sequence) -> None:
-        """Make all known positions of a running sequence writable, and note how far its pages reach."""
-        if self.kv and sequence.handle:
+    def _reserve(self, sequence: Sequence) -> OutOfPagesError | None:
+        """Make all known positions of a running sequence writable, or say why not. A sequence that cannot be served
+        for another reason than a lack of pages ends."""
+        if not self.kv or not sequence.handle:
+            return None
+        try:
             self.kv.reserve(sequence.handle, sequence.known)
-            sequence.capacity = self.kv.pages_for(sequence.known) * self.kv.page_size
-        else:
-            sequence.capacity = len(sequence.request.prompt_tokens) + sequence.request.max_tokens
+        except OutOfPagesError as refusal:
+            return refusal
+        except Exception as error:  # concerns this request alone; the others go on
+            self._fail(sequence, error)
+            return OutOfPagesError(str(error))
+        return None
 
     def _preempt(self, plan: _Plan, victim: Sequence, needy: Sequence) -> None:
         pages = self._page_count(victim)
@@ -335,7 +336,6 @@ class ContinuousBatchScheduler:
             self._release(victim)
             victim.computed = 0
         self._stop_running(victim)
-        victim.capacity = 0
         victim.rank = self.policy.rank(victim.request, victim.arrival_step, victim.generated)
         self._waiting.push(victim)
         plan.preempted.append(victim.id)
@@ -426,7 +426,6 @@ class ContinuousBatchScheduler:
             tokens = self._tokens_of(sequence.id) if kv.prefix_sharing else None
             sequence.handle = kv.allocate(sequence.id, sequence.known, tokens, sequence.request.cache_salt)
             sequence.computed = kv.length(sequence.handle)
-        sequence.capacity = kv.pages_for(sequence.known) * kv.page_size
 
     def _next_release(self) -> str:
         """Who is nearest to its end, for the reason of a wait."""
@@ -440,9 +439,10 @@ class ContinuousBatchScheduler:
 
     def _plan_prefills(self, plan: _Plan) -> None:
         """Share what is left of the budget evenly among prompts, short ones first so that what they do not need
-        goes to the longer ones. Their pages were reserved at admission."""
-        prefilling = [sequence for sequence in self._running.values() if sequence.last_served != plan.step
-                      and (not sequence.decoding or sequence.id in plan.admitted)]
+        goes to the longer ones. Their pages were reserved at admission; a page is missing only if somebody outside
+        has forked the table since, and then the prompt waits for one."""
+        prefilling = [sequence for sequence in tuple(self._running.values()) if sequence.last_served != plan.step
+                      and (not sequence.decoding or sequence.id in plan.admitted) and self._writable(plan, sequence)]
         if not prefilling:
             return
         served = _least_recently_served(prefilling, plan.left)
@@ -453,6 +453,14 @@ class ContinuousBatchScheduler:
             self._schedule(plan, sequence, min(share, sequence.remaining), phase)
         if len(served) < len(prefilling):
             self._explain_turns(plan, prefilling)
+
+    def _writable(self, plan: _Plan, sequence: Sequence) -> bool:
+        refusal = self._reserve(sequence)
+        if refusal and sequence.id in self._running:
+            plan.reasons.say(sequence.id, "waits: its pages are shared from outside; {}", refusal)
+            if len(self._running) == 1:
+                self._refused_too_often(sequence, refusal)
+        return refusal is None
 
     # ------------------------------------------------------------------------------------------- inside
 

@@ -8,6 +8,7 @@
                                                   +-- quantization: QuantizationConfig or null
                                                   +-- requests: (Request, ...)      arrival counted in steps
                                                   +-- events: (ScenarioEvent, ...)  cancels
+                                                  +-- faults: (Fault, ...)          what goes wrong on purpose
                                                   +-- golden: Golden or null        what must come out
 
 Each noun is a frozen dataclass whose ``__post_init__`` checks the rules that join several fields; each has a
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, Union
 
 from .errors import CapacityError, QuantizationError, RequestError, SchemaError
+from .faults import AbnormalRelease, BackendFault, Fault, MemoryCut, NanLogits, RefusedPages, SlowConsumer
 from .shapes import (
     Boolean,
     Choice,
@@ -393,6 +395,7 @@ class Scenario:
     engine: EngineSettings = EngineSettings()
     quantization: QuantizationConfig | None = None
     events: tuple[ScenarioEvent, ...] = ()
+    faults: tuple[Fault, ...] = ()
     golden: Golden | None = None
     folder: Path = field(default=Path(), compare=False)  # where relative paths start; not part of the JSON
 
@@ -410,6 +413,10 @@ class Scenario:
         for i, event in enumerate(self.events):
             if event.cancel not in seen:
                 raise SchemaError(f"no request has the id {event.cancel!r}", f"/events/{i}/cancel")
+        for i, fault in enumerate(self.faults):
+            if getattr(fault, "request_id", None) not in (None, *seen):
+                raise SchemaError(f"no request has the id {getattr(fault, 'request_id', None)!r}",
+                                  f"/faults/{i}/request_id")
         for request_id, tokens in (self.golden.tokens if self.golden else {}).items():
             if request_id not in seen:
                 raise SchemaError("no request has this id", pointer("/golden/tokens", request_id))
@@ -530,6 +537,15 @@ ENGINE_SHAPE = Record(EngineSettings, {
     "seed": _SEED,
 })
 
+FAULT_SHAPE = Tagged("kind", {
+    "backend": Record(BackendFault, {"call": Integer(), "request_id": Nullable(_ID)}),
+    "nan_logits": Record(NanLogits, {"call": Integer(), "request_id": Nullable(_ID)}),
+    "refused_pages": Record(RefusedPages, {"ask": Integer()}),
+    "abnormal_release": Record(AbnormalRelease, {"step": Integer(), "request_id": _ID}),
+    "memory_cut": Record(MemoryCut, {"step": Integer(), "pages": Integer(1), "until": Integer(1)}),
+    "slow_consumer": Record(SlowConsumer, {"request_id": _ID}),
+})
+
 GOLDEN_SHAPE = Record(Golden, {
     "tokens": MapOf(_TOKENS),
     "smallest_margin": Number(0.0, 1e9),
@@ -547,6 +563,7 @@ SCENARIO_SHAPE = Record(Scenario, {
     "quantization": Nullable(QUANTIZATION_SHAPE),
     "requests": ListOf(REQUEST_SHAPE, longest=100_000),
     "events": ListOf(SCENARIO_EVENT_SHAPE, longest=100_000),
+    "faults": ListOf(FAULT_SHAPE, longest=10_000),
     "golden": Nullable(GOLDEN_SHAPE),
 })
 

@@ -22,7 +22,6 @@ class Sequence:
     generated: int = 0
     handle: KVHandle | None = None
     swapped: bool = False  # the handle's tokens are in host pages
-    capacity: int = 0  # tokens whose slots are reserved and its own; what is beyond needs the page manager
     last_served: int = -1  # step of its last chunk
     bypassed: int = 0  # later requests admitted while this one lacked pages
     refusals: int = 0  # times it got no pages although nothing else was running

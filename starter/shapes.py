@@ -99,7 +99,7 @@ class Number:
         return float(value)
 
     def dump(self, value: float) -> object:
-        return value
+        return int(value) if float(value).is_integer() else value  # 3.0 is written 3, as a person would
 
     def json_schema(self) -> dict[str, object]:
         return {"type": "number", "minimum": self.low, "maximum": self.high}

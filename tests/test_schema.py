@@ -43,14 +43,21 @@ DOCUMENT: dict[str, Any] = {
     "weights": {"source": "seeded", "seed": 3, "sha256": "f" * 64},
     "tokenizer": {"characters": "abc", "specials": ["<b>", "<e>"]},
     "engine": {"page_size": 2, "num_pages": 9, "kv_budget_bytes": 1000, "budget_tokens": 4, "max_running": 2,
-               "batching": "static", "policy": "fcfs", "preemption": "recompute", "prefix_sharing": True,
-               "use_cache": False, "kv_quantization": "int8", "seed": 5},
+               "batching": "static", "max_waiting": 7, "policy": "shortest", "preemption": "swap", "host_pages": 3,
+               "prefix_sharing": True,
+               "use_cache": False, "kv_quantization": None, "seed": 5},
     "quantization": {"bits": 4, "group_size": 4, "symmetric": False},
     "requests": [{"request_id": "a/b", "prompt_tokens": [2, 3], "max_tokens": 4, "arrival": 1.5, "priority": -1,
-                  "sampling": {"temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.25, "seed": 3},
+                  "sampling": {"temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.25, "seed": 3,
+                               "logit_bias": [[2, -1.5]], "repetition_penalty": 1.5, "presence_penalty": 0.5,
+                               "frequency_penalty": -0.5, "min_tokens": 2, "ignore_eos": True, "stop": ["ab"],
+                               "logprobs": 3, "n": 2},
                   "stop_tokens": [4], "cache_salt": "s"},
                  {"request_id": "c", "prompt_tokens": [4], "max_tokens": 8}],
     "events": [{"step": 3, "cancel": "c"}],
+    "faults": [{"kind": "backend", "call": 1, "request_id": "c"}, {"kind": "nan_logits", "call": 2, "request_id": "c"},
+               {"kind": "refused_pages", "ask": 3}, {"kind": "abnormal_release", "step": 4, "request_id": "c"},
+               {"kind": "memory_cut", "step": 5, "pages": 2, "until": 9}, {"kind": "slow_consumer", "request_id": "c"}],
     "golden": {"tokens": {"a/b": [2, 3]}, "smallest_margin": 0.125, "made_by": "hand"},
 }
 SMALLEST: dict[str, Any] = {
@@ -58,6 +65,7 @@ SMALLEST: dict[str, Any] = {
     "model": {"vocab_size": 5, "width": 8, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_width": 6, "max_context": 9},
     "tokenizer": {"characters": "abcde"}, "requests": [{"request_id": "r", "prompt_tokens": [0], "max_tokens": 0}],
 }
+FAULT_KEYS = (("call",), ("call",), ("ask",), ("step", "request_id"), ("step", "pages", "until"), ("request_id",))
 Place = tuple[Any, ...]  # the keys on the way to a value
 REQUIRED: set[Place] = {
     *((key,) for key in ("version", "name", "model", "weights", "tokenizer", "requests")),
@@ -65,11 +73,13 @@ REQUIRED: set[Place] = {
     *(("requests", 1, key) for key in SMALLEST["requests"][0]), ("weights", "source"), ("weights", "seed"),
     ("tokenizer", "characters"), ("events", 0, "step"), ("events", 0, "cancel"), ("golden", "tokens"),
     ("golden", "smallest_margin"),
+    *(("faults", i, key) for i, keys in enumerate(FAULT_KEYS) for key in ("kind", *keys)),
 }
 NULLABLE: set[Place] = {
     ("model", "bos_token"), ("weights", "sha256"), ("engine", "kv_budget_bytes"), ("engine", "kv_quantization"),
     ("quantization",), ("quantization", "group_size"), ("requests", 0, "sampling", "seed"),
-    ("requests", 0, "cache_salt"), ("golden",),
+    ("requests", 0, "cache_salt"), ("requests", 0, "sampling", "logprobs"), ("golden",),
+    ("faults", 0, "request_id"), ("faults", 1, "request_id"),
 }
 
 
@@ -125,10 +135,12 @@ class RoundTripTest(Case):
         self.assertEqual((scenario.model.head_width, scenario.model.kv_width), (2, 4))
         self.assertEqual(scenario.engine, EngineSettings(
             page_size=2, num_pages=9, kv_budget_bytes=1000, budget_tokens=4, max_running=2, batching="static",
-            policy="fcfs", preemption="recompute", prefix_sharing=True, use_cache=False, kv_quantization="int8",
-            seed=5))
+            max_waiting=7, policy="shortest", preemption="swap", host_pages=3, prefix_sharing=True, use_cache=False,
+            kv_quantization=None, seed=5))
         self.assertEqual(scenario.quantization, QuantizationConfig(4, 4, False))
-        sampling = SamplingParams(temperature=0.5, top_k=2, top_p=0.5, min_p=0.25, seed=3)
+        sampling = SamplingParams(
+            temperature=0.5, top_k=2, top_p=0.5, min_p=0.25, seed=3, logit_bias={2: -1.5}, repetition_penalty=1.5,
+            presence_penalty=0.5, frequency_penalty=-0.5, min_tokens=2, ignore_eos=True, stop=("ab",), logprobs=3, n=2)
         self.assertEqual(scenario.requests[0], Request("a/b", (2, 3), 4, 1.5, -1, sampling, (4,), "s"))
         self.assertEqual(scenario.golden, Golden({"a/b": (2, 3)}, 0.125, "hand"))
         written = scenario.to_dict()
@@ -168,7 +180,7 @@ class RefusalTest(Case):
     def test_unknown_keys(self) -> None:
         objects = [place for place, value in places(DOCUMENT) if isinstance(value, dict)]
         objects.remove(("golden", "tokens"))  # the one whose keys are free
-        self.assertEqual(len(objects), 11)
+        self.assertEqual(len(objects), 17)
         for place in objects:
             for key in ("extra", "", "Name", "a/b~c", "\ud800", "x" * 1000):
                 with self.subTest(place=place, key=key[:9]):
@@ -257,7 +269,7 @@ class RefusalTest(Case):
             ("tokenizer",): {"characters": ("",)},
             ("engine",): {"page_size": (0,), "num_pages": (0,), "kv_budget_bytes": (0,), "budget_tokens": (0,),
                           "max_running": (0,), "batching": ("Continuous",), "policy": ("lifo",),
-                          "kv_quantization": ("int4",), "seed": (-1,)},
+                          "kv_quantization": ("int4", "int8"), "seed": (-1,)},
             ("quantization",): {"bits": (3, 9), "group_size": (0,)},
             ("requests", 0): {"request_id": ("", "x" * 201), "prompt_tokens": ([],), "arrival": (-0.5,)},
             ("requests", 0, "prompt_tokens"): {1: (-1,)},
@@ -456,6 +468,7 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
         "maxLength": lambda most: not isinstance(value, str) or len(value) <= most,
         "minItems": lambda least: not isinstance(value, list) or len(value) >= least,
         "maxItems": lambda most: not isinstance(value, list) or len(value) <= most,
+        "prefixItems": lambda items: not isinstance(value, list) or all(map(fits, value, items)),
         "items": lambda item: not isinstance(value, list) or all(fits(v, item) for v in value),
         "required": lambda keys: not isinstance(value, dict) or all(key in members for key in keys),
         "properties": lambda of: all(fits(members[key], of[key]) for key in of if key in members),
@@ -494,7 +507,7 @@ class JsonSchemaTest(unittest.TestCase):
     def test_schema_and_parser_agree(self) -> None:
         """What does not fit does not load; what fits and does not load breaks a rule that joins fields or values."""
         joins = re.compile("vocabulary|multiple of|must divide|must be even|8 or 4|no request|twice|exceed the context|"
-                           "names . tokens")
+                           "names . tokens|until must")
         loaded = neither = 0
         for document in mutants():
             try:

@@ -1,0 +1,147 @@
+"""M6 · Faults on purpose: what an engine must survive, injected from a scenario (``"faults": [...]``) or from code.
+
+    engine.inject([NanLogits(call=3, request_id="r1"), MemoryCut(step=5, pages=4, until=9)])
+
+Calls of the decoder, requests for pages and steps count from 0, each for itself. A fault that fires is an event of
+the timeline. What must hold whatever is injected: the request that is hit ends with finish_reason "error" and the
+reason, or goes on with the same tokens; every other stream is unchanged, bit for bit; no page is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Union
+
+from .errors import BackendError, OutOfPagesError, RequestError, StaleHandleError
+from .kv_cache import KVCacheManager, KVHandle
+
+
+@dataclass(frozen=True)
+class BackendFault:
+    """The decoder raises at its ``call``-th call; with a request_id, at every later call that computes this request.
+
+    The engine answers by computing each request alone: a fault without a request_id costs a retry and nobody's life.
+    """
+
+    call: int
+    request_id: str | None = None
+
+
+@dataclass(frozen=True)
+class NanLogits:
+    """The ``call``-th call returns NaN for this request, or, without a request_id, for all."""
+
+    call: int
+    request_id: str | None = None
+
+
+@dataclass(frozen=True)
+class RefusedPages:
+    """The ``ask``-th request for fresh pages is refused as if none were free."""
+
+    ask: int
+
+
+@dataclass(frozen=True)
+class AbnormalRelease:
+    """Before step ``step`` somebody outside releases the pages of a running request."""
+
+    step: int
+    request_id: str
+
+
+@dataclass(frozen=True)
+class MemoryCut:
+    """From step ``step`` to step ``until`` somebody outside holds ``pages`` pages, or as many of them as are free."""
+
+    step: int
+    pages: int
+    until: int
+
+    def __post_init__(self) -> None:
+        if self.until <= self.step:
+            raise RequestError(f"until must be after step {self.step}, not {self.until}")
+
+
+@dataclass(frozen=True)
+class SlowConsumer:
+    """Nobody reads this request's stream until everything else has ended (``play.play`` does the not reading)."""
+
+    request_id: str
+
+
+Fault = Union[BackendFault, NanLogits, RefusedPages, AbnormalRelease, MemoryCut, SlowConsumer]
+
+
+class FaultInjector:
+    """Fires faults when the engine passes by. ``record(event, **fields)`` is told of each."""
+
+    def __init__(self, faults: Iterable[Fault], kv: KVCacheManager, handle_of: Callable[[str], KVHandle],
+                 record: Callable[..., None]) -> None:
+        self._faults = tuple(faults)
+        self._kv, self._handle_of, self._record = kv, handle_of, record
+        self._calls = self._asks = 0
+        self._held: dict[MemoryCut, KVHandle] = {}
+        kv.gate = self.ask_for_pages
+
+    @property
+    def slow(self) -> frozenset[str]:
+        """Requests whose streams are not read until the end."""
+        return frozenset(fault.request_id for fault in self._faults if isinstance(fault, SlowConsumer))
+
+    def before_step(self, step: int) -> None:
+        """Outside holders do what they do."""
+        for fault in self._faults:
+            if isinstance(fault, AbnormalRelease) and fault.step == step:
+                self._release(fault)
+            elif isinstance(fault, MemoryCut) and fault.step == step:
+                self._fire(fault)
+                pages = min(fault.pages, self._kv.free_pages)
+                self._held[fault] = self._kv.allocate("(memory cut)", pages * self._kv.page_size)
+            elif isinstance(fault, MemoryCut) and fault.until == step and fault in self._held:
+                self._kv.release(self._held.pop(fault))
+
+    def _release(self, fault: AbnormalRelease) -> None:
+        try:
+            self._kv.release(self._handle_of(fault.request_id))
+        except (KeyError, StaleHandleError):  # it is not running: there is nothing to take away
+            return
+        self._fire(fault)
+
+    def end(self) -> None:
+        """Outside holders give back what they still hold."""
+        while self._held:
+            self._kv.release(self._held.popitem()[1])
+
+    def ask_for_pages(self, number: int, for_whom: str) -> None:
+        """The page manager's gate: called before fresh pages are taken."""
+        ask, self._asks = self._asks, self._asks + 1
+        for fault in self._faults:
+            if isinstance(fault, RefusedPages) and fault.ask == ask:
+                self._fire(fault)
+                raise OutOfPagesError(f"{for_whom} needs {number} pages; refused on purpose")
+
+    def before_forward(self, request_ids: Collection[str]) -> None:
+        """Called before the decoder computes these requests."""
+        call, self._calls = self._calls, self._calls + 1
+        for fault in self._faults:
+            hit = isinstance(fault, BackendFault) and (
+                fault.call == call if fault.request_id is None
+                else fault.call <= call and fault.request_id in request_ids)
+            if hit:
+                self._fire(fault)
+                raise BackendError(f"failed on purpose at call {call}")
+
+    def after_forward(self, rows: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
+        """The decoder's logits, or NaN in their place."""
+        result = dict(rows)
+        for fault in self._faults:
+            if isinstance(fault, NanLogits) and fault.call == self._calls - 1:
+                hit = [request_id for request_id in rows if fault.request_id in (None, request_id)]
+                result.update((request_id, [float("nan")] * len(rows[request_id])) for request_id in hit)
+                self._fire(fault)
+        return result
+
+    def _fire(self, fault: Fault) -> None:
+        self._record("fault", kind=type(fault).__name__, **asdict(fault))

@@ -1,0 +1,18 @@
+"""Small models of random shapes, for the tests that compare decoders."""
+
+from __future__ import annotations
+
+import random
+
+from starter.schema import ModelConfig
+
+
+def random_config(dice: random.Random, group: int | None = None, tied: bool | None = None) -> ModelConfig:
+    """``group`` query heads for each key/value head: 1 is plain, more is grouped attention. None: as the dice fall."""
+    group = group or dice.choice((1, 2, 4))
+    kv_heads, head_width = dice.choice((1, 2)), dice.choice((2, 4, 6))
+    heads = kv_heads * group
+    return ModelConfig(
+        vocab_size=dice.randint(3, 20), width=heads * head_width, layers=dice.randint(1, 3), heads=heads,
+        kv_heads=kv_heads, ffn_width=dice.randint(1, 20), max_context=64, rope_theta=dice.choice((100.0, 1e4)),
+        norm_eps=dice.choice((1e-5, 1e-2)), tied_output=dice.random() < 0.5 if tied is None else tied)
