@@ -411,7 +411,7 @@ class KVCacheManager:
 
     def _shared_among(self, table: _Table, start: int, end: int) -> list[int]:
         """Indices in the block table of shared pages that positions start .. end - 1 fall into."""
-        if start >= end:
+        if start >= end or not self._pool.shared:
             return []
         last = min(len(table.pages), self.pages_for(end))
         return [i for i in range(start // self.page_size, last) if self._pool.refcounts[table.pages[i]] > 1]

@@ -62,6 +62,7 @@ class PagePool:
         self.refcounts = [0] * num_pages
         self.index = PrefixIndex()
         self.peak = self.evictions = 0
+        self.shared = 0  # pages with more than one user
         self.filled_slots = 0  # of used pages, a shared page counted once
         self._fill = [0] * num_pages  # tokens in each page
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page released last is reused first
@@ -129,11 +130,13 @@ class PagePool:
             del self._cached[page]
             self.filled_slots += self._fill[page]
         self.refcounts[page] += 1
+        self.shared += self.refcounts[page] == 2
         self.peak = max(self.peak, self.used)
 
     def drop(self, page: int) -> None:
         """One user less; the last one leaves the page cached if its content can be found, else free."""
         self.refcounts[page] -= 1
+        self.shared -= self.refcounts[page] == 1
         if self.refcounts[page]:
             return
         self.filled_slots -= self._fill[page]
@@ -153,6 +156,8 @@ class PagePool:
                                                ("cached", page in self._cached)) if there]
             if len(places) != 1 or free[page] > 1:
                 wrong.append(f"page {page} is {' and '.join(places) or 'nowhere'}, {free[page]} times in the free list")
+        if self.shared != sum(refcount > 1 for refcount in self.refcounts):
+            wrong.append(f"{self.shared} pages are counted as shared")
         wrong += [f"page {page} is free and can still be found" for page in free if page in self.index]
         filled = sum(self._fill[page] for page, tables in held.items() if tables)
         if filled != self.filled_slots:

@@ -5,6 +5,7 @@ The driver, the fixture's maker, the tests and the benchmarks all run scenarios 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from .engine import InferenceEngine
 from .errors import RequestError
 from .scheduler import ScheduleDecision
 from .schema import Request, Scenario, TokenEvent
+from .streams import sample_id
 
 
 @dataclass
@@ -30,14 +32,14 @@ def play(engine: InferenceEngine, scenario: Scenario) -> Iterator[Played]:
     arrivals = sorted(scenario.requests, key=lambda request: request.arrival)  # a stable sort
     cancels = sorted(scenario.events, key=lambda event: event.step)
     slow = engine.inject(scenario.faults).slow if scenario.faults else frozenset()
-    live: set[str] = set()
+    live: Counter[str] = Counter()  # request id -> samples that have not ended
     while arrivals or live:
         now = engine.steps - start
         refused = {}
         while arrivals and arrivals[0].arrival <= now:
             request = arrivals.pop(0)
             try:
-                live.add(_submit(engine, request))
+                live[_submit(engine, request)] = request.sampling.n
             except RequestError as error:
                 refused[request.request_id] = str(error)
         while cancels and cancels[0].step <= now:
@@ -45,9 +47,9 @@ def play(engine: InferenceEngine, scenario: Scenario) -> Iterator[Played]:
             if request_id in live:
                 engine.cancel(request_id)
         decision = engine.step()
-        readable = live - slow or live  # slow consumers read when nobody else is left
+        readable = live.keys() - slow or live.keys()  # slow consumers read when nobody else is left
         events = [event for request_id in sorted(readable) for event in engine.poll(request_id)]
-        live -= {event.request_id for event in events if event.finish_reason}
+        live -= Counter(event.request_id for event in events if event.finish_reason)
         yield Played(decision, events, refused)
 
 
@@ -58,10 +60,11 @@ def _submit(engine: InferenceEngine, request: Request) -> str:
 
 
 def tokens_of(events: list[TokenEvent]) -> dict[str, list[int]]:
-    """Tokens by request id, in order; a request that ended without any has an empty list."""
+    """Tokens by request id, in order; a request that ended without any has an empty list. Of a request with several
+    samples, the first has its id, the others "<id>#1", "<id>#2", ..."""
     tokens: dict[str, list[int]] = {}
     for event in events:
-        tokens.setdefault(event.request_id, [])
+        mine = tokens.setdefault(sample_id(event.request_id, event.sample), [])
         if event.token is not None:
-            tokens[event.request_id].append(event.token)
+            mine.append(event.token)
     return tokens

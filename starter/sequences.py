@@ -25,10 +25,10 @@ class Sequence:
     last_served: int = -1  # step of its last chunk
     bypassed: int = 0  # later requests admitted while this one lacked pages
     refusals: int = 0  # times it got no pages although nothing else was running
+    id: str = ""  # the request's
 
-    @property
-    def id(self) -> str:
-        return self.request.request_id
+    def __post_init__(self) -> None:
+        self.id = self.request.request_id
 
     @property
     def order(self) -> tuple[float, int]:

@@ -8,6 +8,7 @@ from starter.metrics import Metrics, Summary
 from starter.play import Played, tokens_of
 from starter.scheduler import counted
 from starter.schema import EngineSettings, Request, Scenario, SeededWeights, TokenEvent
+from starter.streams import sample_id
 from starter.tokenizer import CharacterTokenizer
 
 
@@ -69,7 +70,7 @@ class StepPrinter:
         """Take one step into the table."""
         decision, engine = played.decision, self._engine
         prefills = [f"{chunk.request_id}+{chunk.count}" for chunk in decision.chunks if chunk.phase == "prefill"]
-        texts = {event.request_id: event.text for event in played.events if event.token is not None}
+        texts = _texts(played.events)
         notes = self._notes(played)
         if self._joined and (prefills or notes or texts.keys() != self._texts.keys()
                              or self._joined == self.LONGEST_RUN):
@@ -112,6 +113,16 @@ class StepPrinter:
         return notes + [f"{event.request_id} {_ending(event)}" for event in played.events if event.finish_reason]
 
 
+def _texts(events: list[TokenEvent]) -> dict[str, str]:
+    """What each sample's tokens spell; those without a token are left out."""
+    texts: dict[str, str] = {}
+    for event in events:
+        if event.token is not None:
+            sample = sample_id(event.request_id, event.sample)
+            texts[sample] = texts.get(sample, "") + event.text
+    return texts
+
+
 def _ending(event: TokenEvent) -> str:
     words = {"stop": "ends with an end-of-sequence token", "length": "ends: it has all its tokens",
              "cancelled": "was cancelled", "error": f"ends with an error: {event.error}"}
@@ -122,10 +133,10 @@ def print_results(scenario: Scenario, events: list[TokenEvent], verdicts: dict[s
     """A line for each request: tokens, how it ended, golden or not, its text."""
     console.line()
     table = Table("request", "tokens", "ended", "golden", "text")
-    for request_id, tokens in tokens_of(events).items():
-        mine = [event for event in events if event.request_id == request_id]
-        table.add(request_id, len(tokens), mine[-1].finish_reason, verdicts.get(request_id, "-"),
-                  repr("".join(event.text for event in mine)))
+    texts = _texts(events)
+    ends = {sample_id(event.request_id, event.sample): event.finish_reason for event in events}
+    for sample, tokens in tokens_of(events).items():
+        table.add(sample, len(tokens), ends[sample], verdicts.get(sample, "-"), repr(texts.get(sample, "")))
     table.show(console)
 
 

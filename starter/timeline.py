@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,6 +32,7 @@ TIMELINE_VERSION = 1
 KEPT_EVENTS = 100_000
 
 Event = dict[str, Any]
+_IN_EVERY_EVENT = {"event": str, "step": int, "time": (int, float)}
 
 
 class VirtualClock:
@@ -86,25 +88,45 @@ class Timeline:
             listener(entry)
 
     def write(self, path: str | Path) -> None:
-        """Write what is kept in memory as JSON Lines."""
-        with open(path, "w", encoding="utf-8", newline="\n") as file:
+        """Write what is kept in memory as JSON Lines, the header in any case. SchemaError if the path is no place
+        to write to."""
+        with self.written_to(path):
+            pass
+
+    @contextmanager
+    def written_to(self, path: str | Path) -> Iterator[None]:
+        """Write what is kept in memory and, while the block runs, every further event as it happens."""
+        with _open_to_write(path) as file:
+            def write(event: Event) -> None:
+                file.write(json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n")
+                file.flush()
+
+            if self.header and self.header not in self._events:
+                write(self.header)
             for event in self._events:
-                write_event(file, event)
+                write(event)
+            self._listeners.append(write)
+            try:
+                yield
+            finally:
+                self._listeners.remove(write)
 
 
-def write_event(file: TextIO, event: Event) -> None:
-    """One event as one line."""
-    file.write(json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n")
-    file.flush()
+def _open_to_write(path: str | Path) -> TextIO:
+    try:  # "backslashreplace" writes half of a surrogate pair as JSON does: \\ud800
+        return open(path, "w", encoding="utf-8", errors="backslashreplace", newline="\n")
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise SchemaError(f"cannot write the timeline {path}: {error}") from None
 
 
 def read_timeline(path: str | Path) -> list[Event]:
     """Timeline file -> events. SchemaError names the line of the first damage."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
+        lines = Path(path).read_bytes().split(b"\n")
+    except (OSError, ValueError) as error:
         raise SchemaError(f"cannot read the timeline {path}: {error}") from None
-    events = [_read_event(path, number, line) for number, line in enumerate(text.splitlines(), start=1)]
+    events = [_read_event(f"{path}, line {number}", line)
+              for number, line in enumerate(lines, start=1) if line or number < len(lines)]
     if not events or events[0]["event"] != "header":
         raise SchemaError(f"{path} does not begin with a header event: not a timeline")
     if events[0].get("version") != TIMELINE_VERSION:
@@ -112,11 +134,13 @@ def read_timeline(path: str | Path) -> list[Event]:
     return events
 
 
-def _read_event(path: str | Path, number: int, line: str) -> Event:
+def _read_event(place: str, line: bytes) -> Event:
     try:
-        event = parse_json(line)
+        event = parse_json(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise SchemaError(f"{place}: not UTF-8 text: {error}") from None
     except SchemaError as error:
-        raise SchemaError(f"{path}, line {number}: {error.problem}", error.path) from None
-    if not isinstance(event, dict) or not {"event", "step", "time"} <= event.keys():
-        raise SchemaError(f"{path}, line {number}: an event has at least the keys event, step and time")
+        raise SchemaError(f"{place}: {error.problem}", error.path) from None
+    if not isinstance(event, dict) or any(not isinstance(event.get(key), kind) for key, kind in _IN_EVERY_EVENT.items()):
+        raise SchemaError(f"{place}: an event has at least the keys event (text), step and time (numbers)")
     return event
