@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 if not __package__:  # run as a file: make the package importable, and its modules not importable by bare names
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -22,10 +25,11 @@ if not __package__:  # run as a file: make the package importable, and its modul
 from starter.console import Console
 from starter.engine import InferenceEngine
 from starter.errors import EngineError, SchemaError
+from starter.loading import quantization_config
 from starter.play import play, tokens_of
-from starter.schema import SamplingParams, Scenario, TokenEvent, load_scenario
+from starter.schema import QuantizationConfig, SamplingParams, Scenario, TokenEvent, load_scenario
 from starter.show import StepPrinter, print_manifest, print_metrics, print_results
-from starter.timeline import VirtualClock, write_event
+from starter.timeline import VirtualClock
 
 EXIT_OK, EXIT_DIFFERS, EXIT_BAD_INPUT = 0, 1, 2
 
@@ -35,13 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     console = Console(sys.stdout, quiet=options.quiet or options.json)
     try:
-        return run_scenario(options, console) if options.fixture else run_prompts(options, console)
-    except EngineError as error:
-        Console(sys.stderr).line(f"error: {error}")
-        return EXIT_BAD_INPUT
+        code = run_scenario(options, console) if options.fixture else run_prompts(options, console)
+        sys.stdout.flush()  # a full disk shows here, not after the end
+        return code
     except BrokenPipeError:  # the reader of a pipe has seen enough
-        sys.stderr.close()
         return EXIT_OK
+    except (EngineError, OSError, MemoryError) as error:
+        Console(sys.stderr).line(f"error: {error or 'not enough memory; ask for fewer or smaller pages'}")
+        return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         Console(sys.stderr).line("interrupted")
         return 130
@@ -49,7 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def entry() -> None:
     """Console script."""
-    sys.exit(main())
+    code = main()
+    try:
+        sys.stdout.flush()
+    except OSError:  # main has dealt with it; without this Python would fail over it once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,20 +96,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _overrides(options: argparse.Namespace) -> dict[str, Any]:
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """Engine settings that were given on the command line."""
     for flag in ("trace", "report"):
         if getattr(options, flag):
             raise SchemaError(f"--{flag} is not part of this version; --timeline writes the same events as JSON lines")
     names = ("page_size", "num_pages", "budget_tokens", "max_running", "policy", "batching", "seed")
-    overrides = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    settings = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.kv_quantization:
-        overrides["kv_quantization"] = None if options.kv_quantization == "none" else options.kv_quantization
+        settings["kv_quantization"] = None if options.kv_quantization == "none" else options.kv_quantization
     if options.no_cache:
-        overrides["use_cache"] = False
-    if options.quantization:
-        overrides["quantization"] = None if options.quantization == "none" else options.quantization
-    return overrides
+        settings["use_cache"] = False
+    return settings
+
+
+def _quantization(options: argparse.Namespace, default: QuantizationConfig | None) -> QuantizationConfig | None:
+    if options.quantization is None:
+        return default
+    return quantization_config(None if options.quantization == "none" else options.quantization)
 
 
 def _clock(options: argparse.Namespace) -> Callable[[], float]:
@@ -111,17 +125,18 @@ def _clock(options: argparse.Namespace) -> Callable[[], float]:
 
 def run_scenario(options: argparse.Namespace, console: Console) -> int:
     """Print the manifest, run the requests, compare with the golden tokens, print the metrics."""
-    scenario = load_scenario(options.fixture)
-    overrides = _overrides(options)
+    given = load_scenario(options.fixture)
+    scenario = replace(given, engine=given.engine.override(_settings(options)),
+                       quantization=_quantization(options, given.quantization))
     print_manifest(scenario, console)
     if options.manifest_only:
         if options.json:
             print_json(scenario.to_dict())
         return EXIT_OK
-    with InferenceEngine.from_scenario(scenario, options.backend, clock=_clock(options), **overrides) as engine:
-        events = _play(engine, scenario, options, console)
+    with InferenceEngine.from_scenario(scenario, options.backend, clock=_clock(options)) as engine:
+        with _timeline(engine, options):
+            events = _play(engine, scenario, console)
         verdicts = compare(scenario, tokens_of(events))
-        exact = engine.model.quantization == scenario.quantization
         metrics = engine.metrics()
     if options.json:
         print_json({"scenario": scenario.name, "backend": engine.model.backend.name,
@@ -133,7 +148,7 @@ def run_scenario(options: argparse.Namespace, console: Console) -> int:
     console.line()
     if not scenario.golden:
         console.line("This scenario has no golden tokens to compare with.")
-    elif differing and exact:
+    elif differing and scenario.quantization == given.quantization:
         console.line(f"The output DIFFERS from the golden tokens: {', '.join(differing)}")
         return EXIT_DIFFERS
     elif differing:
@@ -145,35 +160,21 @@ def run_scenario(options: argparse.Namespace, console: Console) -> int:
     return EXIT_OK
 
 
-def _play(engine: InferenceEngine, scenario: Scenario, options: argparse.Namespace,
-          console: Console) -> list[TokenEvent]:
-    """Run the scenario; show each step, and write the timeline as it happens."""
+def _timeline(engine: InferenceEngine, options: argparse.Namespace) -> AbstractContextManager[None]:
+    """While it is open, events go to the file that was asked for."""
+    return engine.timeline.written_to(options.timeline) if options.timeline else nullcontext()
+
+
+def _play(engine: InferenceEngine, scenario: Scenario, console: Console) -> list[TokenEvent]:
+    """Run the scenario and show each step."""
+    console.line()
     events: list[TokenEvent] = []
-    file = _open_timeline(options.timeline)
-    try:
-        if file:
-            for event in engine.timeline:
-                write_event(file, event)
-            engine.timeline.listen(lambda event: write_event(file, event))
-        console.line()
-        steps = StepPrinter(engine, console)
-        for played in play(engine, scenario):
-            events += played.events
-            steps.show(played)
-        steps.flush()
-    finally:
-        if file:
-            file.close()
+    steps = StepPrinter(engine, console)
+    for played in play(engine, scenario):
+        events += played.events
+        steps.show(played)
+    steps.flush()
     return events
-
-
-def _open_timeline(path: str | None) -> TextIO | None:
-    if not path:
-        return None
-    try:
-        return open(path, "w", encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise SchemaError(f"cannot write the timeline {path}: {error.strerror}") from None
 
 
 def compare(scenario: Scenario, tokens: dict[str, list[int]]) -> dict[str, str]:
@@ -193,10 +194,11 @@ def compare(scenario: Scenario, tokens: dict[str, list[int]]) -> dict[str, str]:
 def run_prompts(options: argparse.Namespace, console: Console) -> int:
     """Continue one or several prompts with a checkpoint, streaming."""
     console.progress(f"loading {options.checkpoint} ...")
-    overrides = {"budget_tokens": 64, "page_size": 16, **_overrides(options)}
-    engine = InferenceEngine.from_checkpoint(options.checkpoint, options.backend, clock=_clock(options), **overrides)
+    settings = {"budget_tokens": 64, "page_size": 16, **_settings(options)}
+    engine = InferenceEngine.from_checkpoint(options.checkpoint, options.backend, clock=_clock(options),
+                                             quantization=_quantization(options, None), **settings)
     console.progress("")
-    with engine:
+    with engine, _timeline(engine, options):
         sampling = SamplingParams(temperature=options.temperature, top_p=options.top_p)
         prompts = options.prompt or [""]
         ids = [engine.submit(engine.tokenizer.encode(prompt, bos=True), options.max_tokens,

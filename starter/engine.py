@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Condition, RLock, Thread
@@ -31,7 +32,7 @@ from typing import Union
 
 from . import __version__
 from .backend import Backend
-from .batch import Batch, Piece
+from .batch import Piece
 from .errors import (
     BackendError,
     CapacityError,
@@ -41,19 +42,19 @@ from .errors import (
     RequestError,
     UnknownRequestError,
 )
+from .executor import Executor, Row
 from .faults import Fault, FaultInjector
 from .kv_cache import KVCacheManager
 from .loading import AS_IN_SCENARIO, Loaded, load_checkpoint_model, load_scenario_model
 from .metrics import Metrics
 from .recorder import Recorder
-from .sampling import Choice, sample, sample_generator
+from .sampling import Choice, Draws, sample
 from .scheduler import ContinuousBatchScheduler, ScheduledChunk, ScheduleDecision
 from .schema import EngineSettings, Request, SamplingParams, Scenario, TokenEvent
 from .stop_strings import StopStrings
 from .streams import RequestStatus, RequestStream, Sample, sample_id
 from .timeline import Timeline
 
-Logits = Sequence[float]
 Outcome = Union[list[Choice], Exception]  # of a sequence in a step: its token (after a prompt, one for each sample)
 
 
@@ -72,11 +73,11 @@ class InferenceEngine:
         self._closed = False
         self._thread: Thread | None = None
         self._failure: BaseException | None = None  # what stopped the engine's own thread
-        self._faults: FaultInjector | None = None
         self.kv = self._make_cache()
         self.scheduler = ContinuousBatchScheduler(
             self.settings.max_running, self.settings.policy, self.kv if self.settings.use_cache else None,
             self.settings.batching, self.settings.preemption, lambda sequence_id: self._samples[sequence_id].tokens)
+        self._executor = Executor(self.model, self.kv.store if self.settings.use_cache else None, self.kv.page_size)
         self._recorder.header(engine=__version__, backend=self.model.backend.name, settings=asdict(self.settings),
                               model=asdict(self.model.config), page_bytes=self.kv.store.page_bytes,
                               num_pages=self.kv.total_pages, weight_bytes=self.model.weight_bytes, **loaded.about)
@@ -130,10 +131,11 @@ class InferenceEngine:
     def inject(self, faults: Iterable[Fault]) -> FaultInjector:
         """Let these faults happen from now on, in place of those injected before (see ``faults.py``)."""
         with self._news:
-            if self._faults:
-                self._faults.end()
-            self._faults = FaultInjector(faults, self.kv, self.scheduler.handle, self._recorder.event)
-            return self._faults
+            if self._executor.faults:
+                self._executor.faults.end()
+            injector = FaultInjector(faults, self.kv, self.scheduler.handle, self._recorder.event)
+            self._executor.faults = injector
+            return injector
 
     def start(self) -> None:
         """Run steps in a thread of the engine's own from now on, whenever there is work. Idempotent."""
@@ -163,8 +165,8 @@ class InferenceEngine:
             for stream in list(self._streams.values()):
                 if stream.finish_reason is None:
                     self.cancel(stream.request.request_id)
-            if self._faults:
-                self._faults.end()
+            if self._executor.faults:
+                self._executor.faults.end()
             self._closed = True
             self._news.notify_all()
             thread, self._thread = self._thread, None
@@ -220,8 +222,8 @@ class InferenceEngine:
             decoder = self.tokenizer.stream()
             for token in request.prompt_tokens:  # the text goes on from the prompt's, which its reader knows
                 decoder.push(token)
-            generator = sample_generator(request.sampling, request.request_id, number, self.settings.seed)
-            stream.samples.append(Sample(stream, number, generator, decoder, StopStrings(request.sampling.stop),
+            draws = Draws(request.sampling, request.request_id, number, self.settings.seed)
+            stream.samples.append(Sample(stream, number, draws, decoder, StopStrings(request.sampling.stop),
                                          list(request.prompt_tokens), started=number == 0))
         return stream
 
@@ -291,7 +293,7 @@ class InferenceEngine:
             for prompt in prompts:
                 request_ids.append(self.submit(prompt, max_tokens, sampling=sampling))
             return [self._tokens_of(request_id) for request_id in request_ids]
-        except EngineError:
+        except BaseException:
             for request_id in request_ids:
                 if request_id in self._streams:
                     self.cancel(request_id)
@@ -345,27 +347,39 @@ class InferenceEngine:
     def step(self, budget_tokens: int | None = None) -> ScheduleDecision:
         """Plan and compute one step of at most ``budget_tokens`` (the settings' budget if None)."""
         with self._stepping:
-            with self._news:
-                self._require_open()
-                if self._faults:
-                    self._faults.before_step(self.steps)
-                decision = self.scheduler.step(
-                    self.settings.budget_tokens if budget_tokens is None else budget_tokens)
-                pieces = self._pieces(decision.chunks)
-                self._recorder.planned(decision, self._positions(pieces.values()), self.kv)
-                self._end_failures()
+            with self._news, self._undone_if_interrupted():
+                decision, pieces = self._plan(self.settings.budget_tokens if budget_tokens is None else budget_tokens)
                 planned = {sequence_id: self._samples[sequence_id] for sequence_id in pieces}
-            try:
-                rows = self._compute(pieces)
-            except BaseException:  # an interrupt: nothing of this step counts, the next one plans it again
-                self.scheduler.abandon_step()
-                raise
+            with self._undone_if_interrupted():
+                rows = self._executor.run(pieces)
             with self._news:
-                self._recorder.step_completed()
-                self._settle({planned[sequence_id]: row for sequence_id, row in rows.items()
-                              if self._samples.get(sequence_id) is planned[sequence_id]})  # else cancelled meanwhile
+                due = {planned[sequence_id]: row for sequence_id, row in rows.items()
+                       if self._samples.get(sequence_id) is planned[sequence_id]}  # else it was cancelled meanwhile
+                with self._undone_if_interrupted():
+                    outcomes = {sample_: self._choose(sample_, row) for sample_, row in due.items()}
+                self._settle(outcomes)
                 self._news.notify_all()
+                self._recorder.raise_trouble()
             return decision
+
+    @contextmanager
+    def _undone_if_interrupted(self) -> Iterator[None]:
+        """Until its tokens are chosen, a step that is interrupted counts for nothing: the next one plans it again."""
+        try:
+            yield
+        except BaseException:
+            self.scheduler.abandon_step()
+            raise
+
+    def _plan(self, budget_tokens: int) -> tuple[ScheduleDecision, dict[str, Piece]]:
+        self._require_open()
+        if self._executor.faults:
+            self._executor.faults.before_step(self.steps)
+        decision = self.scheduler.step(budget_tokens)
+        pieces = self._pieces(decision.chunks)
+        self._recorder.planned(decision, self._positions(pieces.values()), self.kv)
+        self._end_failures()
+        return decision, pieces
 
     def _pieces(self, chunks: Sequence[ScheduledChunk]) -> dict[str, Piece]:
         """What each scheduled sequence computes, by its id. Tokens are copied: the computation holds no lock."""
@@ -389,39 +403,9 @@ class InferenceEngine:
         """How many positions a planned step sends through the decoder."""
         return sum(len(piece.tokens) for piece in pieces if self.settings.use_cache or piece.wants_logits)
 
-    def _compute(self, pieces: Mapping[str, Piece]) -> dict[str, Logits | Exception]:
-        """Logits of each sequence whose next token is due; an exception for each one that failed.
-
-        When the batch fails, each sequence is tried alone (its slots are simply written again, with the same
-        numbers), so that only those at fault end. This relies on batch-equals-solo.
-        """
-        try:
-            return self._forward(pieces)
-        except Exception:
-            rows: dict[str, Logits | Exception] = {}
-            for sequence_id, piece in pieces.items():
-                try:
-                    rows.update(self._forward({sequence_id: piece}))
-                except Exception as error:
-                    rows[sequence_id] = error
-            return rows
-
-    def _forward(self, pieces: Mapping[str, Piece]) -> dict[str, Logits | Exception]:
-        if not pieces:
-            return {}
-        if self._faults:
-            self._faults.before_forward(pieces.keys())
-        wanted = [sequence_id for sequence_id, piece in pieces.items() if piece.wants_logits]
-        if self.settings.use_cache:
-            batch = Batch.of(pieces.values(), self.kv.page_size)
-            rows: dict[str, Logits] = dict(zip(wanted, self.model.forward(batch, self.kv.store)))
-        else:
-            rows = {sequence_id: self.model.forward_uncached(pieces[sequence_id].tokens) for sequence_id in wanted}
-        return dict(self._faults.after_forward(rows) if self._faults else rows)
-
-    def _settle(self, rows: Mapping[Sample, Logits | Exception]) -> None:
-        """The step's numbers are there: choose tokens, end what has failed, start further samples, tell everybody."""
-        outcomes = {sample_: self._choose(sample_, row) for sample_, row in rows.items()}
+    def _settle(self, outcomes: Mapping[Sample, Outcome]) -> None:
+        """The step's tokens are chosen: end what has failed, start further samples, tell everybody."""
+        self._recorder.step_completed()
         for sample_, outcome in outcomes.items():
             if isinstance(outcome, Exception):
                 self._end_all(sample_.stream, "error", f"{type(outcome).__name__}: {outcome}")
@@ -431,14 +415,14 @@ class InferenceEngine:
             if not isinstance(outcome, Exception) and sample_.finish_reason is None:
                 self._emit_all(sample_, outcome)
 
-    def _choose(self, sample_: Sample, row: Logits | Exception) -> Outcome:
+    def _choose(self, sample_: Sample, row: Row) -> Outcome:
         """Sample the next token; after the prompt of a request with n samples, one for each."""
         if isinstance(row, Exception):
             return row
         samples = [each for each in sample_.stream.samples if each is sample_ or not each.started]
         request = sample_.stream.request
         try:
-            return [sample(row, request.sampling, each.generator, request.prompt_tokens,
+            return [sample(row, request.sampling, each.draws, request.prompt_tokens,
                            each.tokens[len(request.prompt_tokens):], self._end_tokens(request)) for each in samples]
         except BackendError as error:
             return error

@@ -58,6 +58,7 @@ class Metrics:
     prompt_tokens: int  # of submitted requests
     output_tokens: int
     computed_tokens: int  # positions that went through the decoder, recomputation included
+    found_tokens: int  # prompt tokens that shared pages already held when their request was first admitted
     elapsed_seconds: float  # from the first submit to the last event
     tokens_per_second: float | None  # output tokens / elapsed
     ttft: Summary
@@ -140,6 +141,7 @@ class MetricsCollector:
     def _on_step(self, event: Event) -> None:
         self.counts["steps"] += 1
         self.counts["computed"] += event["computed"]
+        self.counts["found"] += sum(event["found"].values())
         self.counts["preemptions"] += len(event["preempted"])
         self.active.append(len(event["chunks"]))
         for request in event["admitted"]:
@@ -183,7 +185,7 @@ class MetricsCollector:
             finished={reason: counts[reason] for reason in FINISH_REASONS},
             running=running, waiting=len(self.lives) - running, steps=counts["steps"],
             prompt_tokens=counts["prompt_tokens"], output_tokens=counts["output_tokens"],
-            computed_tokens=counts["computed"], elapsed_seconds=elapsed,
+            computed_tokens=counts["computed"], found_tokens=counts["found"], elapsed_seconds=elapsed,
             tokens_per_second=counts["output_tokens"] / elapsed if elapsed > 0 else None,
             ttft=Summary.of(self.ttft), tpot=Summary.of(self.tpot),
             batch_utilization=counts["scheduled"] / counts["offered"] if busy else None,

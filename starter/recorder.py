@@ -29,6 +29,11 @@ class Recorder:
         """What the events so far add up to."""
         return self._collector.snapshot()
 
+    def raise_trouble(self) -> None:
+        """Raise what a listener failed with, now that nothing is left half done."""
+        if self.timeline.troubles:
+            raise self.timeline.troubles.pop(0)
+
     def header(self, **fields: object) -> None:
         """The first event."""
         self._append("header", version=TIMELINE_VERSION, **fields)
@@ -44,7 +49,7 @@ class Recorder:
             "step", budget=decision.budget_tokens, computed=computed,
             chunks=[[chunk.request_id, chunk.start, chunk.count, chunk.phase] for chunk in decision.chunks],
             admitted=list(decision.admitted), preempted=list(decision.preempted), waiting=list(decision.waiting),
-            running=list(decision.running), reasons=dict(decision.reasons),
+            running=list(decision.running), reasons=dict(decision.reasons), found=dict(decision.found),
             used_pages=kv.total_pages - kv.free_pages, empty_slots=kv.internal_fragmentation())
         self._flush_page_changes()
 

@@ -1,4 +1,4 @@
-"""M3 · From logits to a token: greedy, or drawn from the request's own generator.
+"""M3 · From logits to a token: greedy, or drawn with the sample's own random numbers.
 
     logits --adjust--> bias, penalties, no early end --temperature--> top_k -> top_p -> min_p --draw--> token
 
@@ -38,24 +38,37 @@ class Choice:
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-def sample_generator(params: SamplingParams, request_id: str, sample: int, engine_seed: int) -> random.Random:
-    """The generator of one sample. It depends on the request's seed, or on the engine's seed and the request's id, and
-    on the sample's number, and on nothing else: neighbours, batches and preemption cannot change what it draws."""
-    if params.seed is not None and sample == 0:
-        return random.Random(params.seed)
-    return random.Random(f"{engine_seed}/{request_id}/{sample}" if params.seed is None else f"{params.seed}/{sample}")
+class Draws:
+    """The random numbers of one sample. They depend on the request's seed, or on the engine's seed and the request's
+    id, and on the sample's number, and on nothing else: neighbours, batches and preemption cannot change them. A
+    number is drawn again until the token it chose is accepted, so an interrupted step changes nothing either."""
+
+    def __init__(self, params: SamplingParams, request_id: str, sample: int, engine_seed: int) -> None:
+        seed = f"{engine_seed}/{request_id}" if params.seed is None else str(params.seed)
+        self._generator = random.Random(f"{seed}/{sample}")
+        self._next: float | None = None
+
+    def random(self) -> float:
+        """The next number in [0, 1)."""
+        if self._next is None:
+            self._next = self._generator.random()
+        return self._next
+
+    def accept(self) -> None:
+        """It was used."""
+        self._next = None
 
 
-def sample(logits: Sequence[float], params: SamplingParams, generator: random.Random, prompt: Sequence[int] = (),
+def sample(logits: Sequence[float], params: SamplingParams, draws: Draws, prompt: Sequence[int] = (),
            generated: Sequence[int] = (), end_tokens: Collection[int] = ()) -> Choice:
     """Pick the token after ``prompt`` and ``generated``. O(V), O(V log V) if filtered.
 
-    One number is drawn from the generator for every sampled token, none for a greedy one.
+    One number is drawn for every sampled token, none for a greedy one.
     """
     highest = _highest(logits, "the logits")
     adjusted = adjust(logits, params, prompt, generated, end_tokens)
     best = _highest(adjusted, "the adjusted logits")
-    token = adjusted.index(best) if params.temperature == 0.0 else _draw(adjusted, best, params, generator)
+    token = adjusted.index(best) if params.temperature == 0.0 else _draw(adjusted, best, params, draws)
     norm = highest + log(sum(exp(value - highest) for value in logits))
     return Choice(token, logits[token] - norm, _top_logprobs(logits, norm, token, params.logprobs))
 
@@ -101,10 +114,10 @@ def adjust(logits: Sequence[float], params: SamplingParams, prompt: Sequence[int
     return adjusted
 
 
-def _draw(logits: Sequence[float], highest: float, params: SamplingParams, generator: random.Random) -> int:
+def _draw(logits: Sequence[float], highest: float, params: SamplingParams, draws: Draws) -> int:
     kept = kept_tokens(logits, highest, params)
     cumulative = list(accumulate(weight for _, weight in kept))
-    target = generator.random() * cumulative[-1]
+    target = draws.random() * cumulative[-1]
     return next((token for (token, _), reached in zip(kept, cumulative) if target < reached), kept[-1][0])
 
 

@@ -91,7 +91,8 @@ class Reasons(Mapping[str, str]):
 @dataclass(frozen=True)
 class ScheduleDecision:
     """What one step does. The tuples hold request ids; ``finished`` are those that ended since the last decision.
-    ``reasons`` says in words why each live request got what it got; of a long queue, those at its head."""
+    ``reasons`` says in words why each live request got what it got; of a long queue, those at its head. ``found`` are
+    prompt tokens of admitted requests that shared pages already hold; coming back after a preemption does not count."""
 
     step: int
     budget_tokens: int
@@ -102,6 +103,7 @@ class ScheduleDecision:
     waiting: tuple[str, ...]
     running: tuple[str, ...]
     reasons: Mapping[str, str]
+    found: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def scheduled_tokens(self) -> int:
@@ -119,6 +121,7 @@ class _Plan:
     chunks: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+    found: dict[str, int] = field(default_factory=dict)
     reasons: Reasons = field(default_factory=Reasons)
 
 
@@ -245,6 +248,9 @@ class ContinuousBatchScheduler:
             self._plan_admissions(plan)
             self._plan_prefills(plan)
         elif budget_tokens:
+            for sequence in sorted(self._running.values(), key=lambda sequence: sequence.order):
+                if sequence.decoding:  # pages first, so that nobody is preempted who already has a chunk
+                    self._provide_page(plan, sequence)
             self._plan_admissions(plan)
             self._plan_prefills(plan)
             self._plan_decodes(plan)
@@ -253,7 +259,7 @@ class ContinuousBatchScheduler:
                 plan.reasons.say(sequence.id, "waits: this step's budget is 0")
         finished, self._finished = tuple(self._finished), []
         return ScheduleDecision(plan.step, plan.budget, tuple(plan.chunks), tuple(plan.admitted), tuple(plan.preempted),
-                                finished, self._waiting.ids, self._ids_running(), plan.reasons)
+                                finished, self._waiting.ids, self._ids_running(), plan.reasons, plan.found)
 
     def complete_step(self) -> None:
         """Count what the last step handed out as computed: requests that reach max_tokens are finished. Idempotent."""
@@ -336,6 +342,7 @@ class ContinuousBatchScheduler:
             self._release(victim)
             victim.computed = 0
         self._stop_running(victim)
+        victim.preempted = True
         victim.rank = self.policy.rank(victim.request, victim.arrival_step, victim.generated)
         self._waiting.push(victim)
         plan.preempted.append(victim.id)
@@ -376,6 +383,8 @@ class ContinuousBatchScheduler:
                 self._waiting.remove(sequence)
                 self._run(sequence)
                 plan.admitted.append(sequence.id)
+                if sequence.computed and not sequence.preempted:
+                    plan.found[sequence.id] = sequence.computed
                 if blocked:
                     blocked.bypassed += 1
             elif self._waiting.get(sequence.id) is sequence:
@@ -393,7 +402,7 @@ class ContinuousBatchScheduler:
         """Why nobody more is admitted in this step, or ""."""
         if len(self._running) >= self.max_running:
             return f"waits: {len(self._running)} of at most {self.max_running} requests are running"
-        prefilling = sum(not sequence.decoding for sequence in self._running.values())
+        prefilling = sum(not sequence.decoding or sequence.id in plan.admitted for sequence in self._running.values())
         if plan.left <= prefilling:
             return (f"waits: {plan.left} of {plan.budget} budget tokens are left after the decodes, and {prefilling} "
                     f"prompts are already being computed")

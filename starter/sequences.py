@@ -21,6 +21,7 @@ class Sequence:
     computed: int = 0
     generated: int = 0
     handle: KVHandle | None = None
+    preempted: bool = False  # at least once
     swapped: bool = False  # the handle's tokens are in host pages
     last_served: int = -1  # step of its last chunk
     bypassed: int = 0  # later requests admitted while this one lacked pages

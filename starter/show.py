@@ -153,7 +153,8 @@ def print_metrics(metrics: Metrics, clock: str, console: Console) -> None:
         ("time to first token", _summary(metrics.ttft, scale, unit)),
         ("time per output token", _summary(metrics.tpot, scale, unit)),
         ("output", f"{metrics.output_tokens} tokens in {metrics.steps} steps{rate}"),
-        ("computed", f"{metrics.computed_tokens} positions, prompts and recomputation included"),
+        ("computed", f"{metrics.computed_tokens} positions, prompts and recomputation included; "
+                     f"{metrics.found_tokens} prompt tokens found in shared pages"),
         ("batch utilization", f"{_percent(metrics.batch_utilization)} of the budget, up to {most} in a step"),
         ("KV pages", f"peak {metrics.kv_peak_pages} ({metrics.kv_peak_bytes:,} bytes), {metrics.kv_pages} in use now"),
         ("empty slots in pages", empty),

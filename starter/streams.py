@@ -6,11 +6,10 @@ first has the request's id, the i-th the id "<request>#<i>". All share one queue
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from .sampling import Choice
+from .sampling import Choice, Draws
 from .schema import Request, TokenEvent
 from .stop_strings import StopStrings
 from .tokenizer import TextStream
@@ -33,7 +32,7 @@ class Sample:
 
     stream: RequestStream
     number: int
-    generator: random.Random
+    draws: Draws
     decoder: TextStream
     stops: StopStrings
     tokens: list[int]  # the prompt and what was generated
@@ -56,6 +55,7 @@ class Sample:
         request = self.stream.request
         index = self.generated
         self.tokens.append(choice.token)
+        self.draws.accept()
         text = self.decoder.push(choice.token)
         if self.generated > request.sampling.min_tokens:
             text, stopped = self.stops.push(text)

@@ -6,7 +6,7 @@ An event is a flat dictionary. Every event has "event" (its kind), "step" (steps
     header   version, engine, settings, model, weights_sha256, page_bytes, ...    the first line of a file
     submit   request, prompt_tokens, max_tokens          refuse  request, error (nothing was queued)
     step     budget, computed, chunks [[request, start, count, phase]], admitted, preempted, waiting, running,
-             reasons {request: sentence}, used_pages, empty_slots
+             reasons {request: sentence}, found {request: shared prompt tokens}, used_pages, empty_slots
     pages    change ("allocate", "share", "copy", "release", "swap_out", "swap_in"), request, pages, used_pages
     token    request, index, token, text                 fork    request, parent: another sample of one prompt
     cancel   request                                     finish  request, reason, tokens, error
@@ -32,7 +32,7 @@ TIMELINE_VERSION = 1
 KEPT_EVENTS = 100_000
 
 Event = dict[str, Any]
-_IN_EVERY_EVENT = {"event": str, "step": int, "time": (int, float)}
+_COMMON: dict[str, Any] = {"event": str, "step": int, "time": (int, float)}
 
 
 class VirtualClock:
@@ -57,6 +57,7 @@ class Timeline:
         self.header: Event = {}
         self._events: deque[Event] = deque(maxlen=keep)
         self._listeners: list[Callable[[Event], None]] = []
+        self.troubles: list[Exception] = []  # of listeners that failed, and were let go
         self.recorded = 0
 
     def __len__(self) -> int:
@@ -84,8 +85,12 @@ class Timeline:
             self.header = entry
         self._events.append(entry)
         self.recorded += 1
-        for listener in self._listeners:
-            listener(entry)
+        for listener in tuple(self._listeners):
+            try:
+                listener(entry)
+            except Exception as error:  # a full disk, say: kept until a caller can be told without losing a step
+                self._listeners.remove(listener)
+                self.troubles.append(error)
 
     def write(self, path: str | Path) -> None:
         """Write what is kept in memory as JSON Lines, the header in any case. SchemaError if the path is no place
@@ -101,19 +106,19 @@ class Timeline:
                 file.write(json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n")
                 file.flush()
 
-            if self.header and self.header not in self._events:
-                write(self.header)
-            for event in self._events:
+            dropped = [self.header] if self.header and self.recorded > len(self._events) else []
+            for event in (*dropped, *self._events):
                 write(event)
             self._listeners.append(write)
             try:
                 yield
             finally:
-                self._listeners.remove(write)
+                if write in self._listeners:
+                    self._listeners.remove(write)
 
 
 def _open_to_write(path: str | Path) -> TextIO:
-    try:  # "backslashreplace" writes half of a surrogate pair as JSON does: \\ud800
+    try:  # "backslashreplace" writes half of a surrogate pair as JSON does: \ud800
         return open(path, "w", encoding="utf-8", errors="backslashreplace", newline="\n")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise SchemaError(f"cannot write the timeline {path}: {error}") from None
@@ -141,6 +146,6 @@ def _read_event(place: str, line: bytes) -> Event:
         raise SchemaError(f"{place}: not UTF-8 text: {error}") from None
     except SchemaError as error:
         raise SchemaError(f"{place}: {error.problem}", error.path) from None
-    if not isinstance(event, dict) or any(not isinstance(event.get(key), kind) for key, kind in _IN_EVERY_EVENT.items()):
-        raise SchemaError(f"{place}: an event has at least the keys event (text), step and time (numbers)")
+    if not isinstance(event, dict) or not all(isinstance(event.get(key), kind) for key, kind in _COMMON.items()):
+        raise SchemaError(f"{place}: an event has at least the keys event (a string), step and time (numbers)")
     return event

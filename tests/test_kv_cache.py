@@ -84,7 +84,7 @@ class Mirror:
         equal(stats.internal_fragmentation, len(users) * kv.page_size - sum(filled.values()))
         equal(stats.allocations - stats.releases, len(self.lives))
         self.peak = max(self.peak, len(users))
-        self.test.assertGreaterEqual(stats.peak_pages, self.peak)
+        equal((stats.peak_pages, stats.peak_bytes), (self.peak, self.peak * kv.store.page_bytes))
 
 
 HOST_PAGES = 3
@@ -468,6 +468,25 @@ class SharedPrefixes(unittest.TestCase):
         self.assertEqual(picture(kv, [holder]), before)
         self.assertEqual(kv.cached_pages, 2)
 
+    def test_pages_in_use_are_shared_at_no_cost(self) -> None:
+        kv = KVCacheManager(4, 2, prefix_sharing=True)
+        self.compute(kv, [1, 2, 3, 4, 5])
+        self.assertEqual(kv.free_pages, 1)
+        second = kv.allocate("second", 6, [1, 2, 3, 4, 5, 6])  # three pages, two of them shared
+        self.assertEqual((kv.length(second), kv.free_pages, kv.stats().peak_pages), (4, 0, 4))
+
+    def test_forks_that_diverge_are_found_each_by_its_own_content(self) -> None:
+        kv = KVCacheManager(40, 2, prefix_sharing=True)
+        parent = self.compute(kv, [1, 2])
+        child = kv.fork(parent, "child")
+        for handle, branch in ((child, [5, 6]), (parent, [7, 8])):
+            kv.reserve(handle, 6)
+            kv.commit(handle, 6, [1, 2, *branch, 9, 9])
+        for tokens, found in (([1, 2, 5, 6, 9, 9], 6), ([1, 2, 7, 8, 9, 9], 6), ([1, 2, 9, 9, 9, 9], 2)):
+            self.assertEqual(kv.length(kv.allocate("r", 7, [*tokens, 0])), found)
+        pages = [kv.pages(kv.allocate("r", 7, [1, 2, *branch, 9, 9, 0]))[2] for branch in ([5, 6], [7, 8])]
+        self.assertEqual(pages, [kv.pages(child)[2], kv.pages(parent)[2]])
+
     def test_without_the_setting_nothing_is_shared(self) -> None:
         kv = KVCacheManager(8, 2)
         self.compute(kv, [1, 2, 3, 4])
@@ -544,6 +563,18 @@ class Swapping(unittest.TestCase):
         kv.swap_in(child, 5)
         kv.append(child, [9.0], [9.0])
         kv.check()
+        self.assertEqual(kv.length(kv.allocate("new", 5, [1, 2, 3, 4, 5])), 4)
+
+    def test_what_came_back_can_be_found_again(self) -> None:
+        """The pages it was published in were taken for another use meanwhile."""
+        kv = KVCacheManager(3, 2, prefix_sharing=True, host_pages=2)
+        handle = kv.allocate("r", 4)
+        fill(kv, handle, [([1.0], [1.0])] * 4)
+        kv.commit(handle, 4, [1, 2, 3, 4])
+        kv.swap_out(handle)
+        kv.release(kv.allocate("other", 6))
+        kv.swap_in(handle, 4)
+        kv.commit(handle, 4, [1, 2, 3, 4])
         self.assertEqual(kv.length(kv.allocate("new", 5, [1, 2, 3, 4, 5])), 4)
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's rules, watched from outside: budget, order, fairness, waits, preemption, ends, reasons."""
+"""The scheduler's rules, watched from outside: budget, order, fairness, waits, preemption, ends, reasons, policies."""
 
 from __future__ import annotations
 
@@ -6,26 +6,41 @@ import random
 import unittest
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import product
 
 from starter.errors import CapacityError, DuplicateRequestError, RequestError, UnknownRequestError
 from starter.kv_cache import KVCacheManager
+from starter.policies import POLICIES
 from starter.scheduler import BYPASS_LIMIT, REFUSAL_LIMIT, ContinuousBatchScheduler, ScheduleDecision
 from starter.schema import Request
 
 
-def request(name: str, prompt: int, max_tokens: int = 1) -> Request:
-    return Request(name, [0] * prompt, max_tokens)
+def request(name: str, prompt: int, max_tokens: int = 1, priority: int = 0) -> Request:
+    return Request(name, [0] * prompt, max_tokens, priority=priority)
+
+
+def rank(policy: str, asked: Request, arrival: int, generated: int) -> float:
+    """The definitions in policies.py, with its A = 16."""
+    if policy == "priority":
+        return arrival - 16 * asked.priority
+    if policy == "shortest":
+        return arrival + (len(asked.prompt_tokens) + asked.max_tokens - generated) / 16
+    return arrival
 
 
 class Life:
     """What an observer knows of a live request."""
 
-    def __init__(self, asked: Request, serial: int) -> None:
-        self.asked, self.serial = asked, serial
-        self.computed = self.generated = self.waited = self.overtaken = 0
+    def __init__(self, asked: Request, serial: int, arrival: int, policy: str) -> None:
+        self.asked, self.serial, self.arrival, self.policy = asked, serial, arrival, policy
+        self.computed = self.generated = self.waited = self.overtaken = self.longest = 0
         self.served = -1  # step of its last chunk
-        self.bound = 0  # steps it may wait, at most
-        self.older = self.longest = 0
+        self.before: set[int] = set()  # serials of those that were live before it in order while it waited
+        self.rank = rank(policy, asked, arrival, 0)
+
+    @property
+    def order(self) -> tuple[float, int]:
+        return self.rank, self.serial
 
     @property
     def known(self) -> int:
@@ -45,6 +60,7 @@ class Watch:
 
     def __init__(self, test: unittest.TestCase, scheduler: ContinuousBatchScheduler) -> None:
         self.test, self.scheduler = test, scheduler
+        self.policy = next(name for name, kind in POLICIES.items() if type(scheduler.policy) is kind)
         self.lives: dict[str, Life] = {}
         self.running: list[str] = []
         self.ended: list[str] = []  # to be told in the next decision's ``finished``
@@ -58,8 +74,7 @@ class Watch:
         if asked.max_tokens == 0:
             self.ended.append(asked.request_id)
             return
-        life = self.lives[asked.request_id] = Life(asked, self.serial)
-        life.older = len(self.lives) - 1
+        self.lives[asked.request_id] = Life(asked, self.serial, self.steps, self.policy)
         self.serial += 1
 
     def cancel(self, name: str) -> None:
@@ -95,6 +110,7 @@ class Watch:
         self.check_waits(decision)
         for chunk in decision.chunks:
             life = self.lives[chunk.request_id]
+            self.test.assertIn(chunk.request_id, self.running)
             equal(chunk.start, life.computed)  # every position once, in order
             life.computed += chunk.count
             self.test.assertLessEqual(life.computed, life.known)
@@ -123,46 +139,54 @@ class Watch:
         self.test.assertLessEqual(set(decision.admitted), set(names))  # the budget leaves the admitted a token
 
     def check_preemption(self, decision: ScheduleDecision, before: list[str]) -> None:
-        """The running request that arrived last gives up its pages; the oldest is never preempted."""
-        youngest_first = sorted(before, key=lambda name: -self.lives[name].serial)
-        self.test.assertEqual(list(decision.preempted), youngest_first[:len(decision.preempted)])
+        """The last running request gives up its pages; the first live one is never preempted once it runs."""
+        last_first = sorted(before, key=lambda name: self.lives[name].order, reverse=True)
+        self.test.assertEqual(list(decision.preempted), last_first[:len(decision.preempted)])
         if decision.preempted:
             self.seen["preempted"] += 1
             self.test.assertFalse(decision.admitted)
-            oldest = min(self.lives, key=lambda name: self.lives[name].serial)
-            self.test.assertNotIn(oldest, decision.preempted)
+            self.test.assertNotIn(min(self.lives, key=lambda name: self.lives[name].order), decision.preempted)
         for name in decision.preempted:
-            self.lives[name].computed = 0
+            life = self.lives[name]
+            life.rank = rank(self.policy, life.asked, life.arrival, life.generated)
+            if "host pages" in decision.reasons[name]:
+                self.seen["swapped"] += 1
+            else:
+                life.computed = 0
 
     def check_admission(self, decision: ScheduleDecision) -> None:
-        """In order of arrival; who lacks pages is overtaken at most BYPASS_LIMIT times; nobody waits without need."""
+        """In order; who lacks pages is overtaken at most BYPASS_LIMIT times; nobody waits without need."""
+        kv = self.scheduler.kv
+        if kv and kv.prefix_sharing:
+            for name in decision.admitted:
+                self.lives[name].computed = kv.length(self.scheduler.handle(name))
+                self.seen["found"] += self.lives[name].computed
         if not decision.waiting or not decision.budget_tokens:
             return
-        oldest = min((self.lives[name] for name in decision.waiting), key=lambda life: life.serial)
-        kv = self.scheduler.kv
-        lacks_pages = kv is not None and kv.pages_for(oldest.known) > kv.free_pages
+        first = min((self.lives[name] for name in decision.waiting), key=lambda life: life.order)
+        lacks_pages = kv is not None and kv.pages_for(first.known) > kv.free_pages
         for name in decision.admitted:
-            if self.lives[name].serial > oldest.serial:
+            if self.lives[name].order > first.order:
                 self.test.assertTrue(lacks_pages)
-                oldest.overtaken += 1
+                first.overtaken += 1
                 self.seen["overtaken"] += 1
-        self.test.assertLessEqual(oldest.overtaken, BYPASS_LIMIT)
+        self.test.assertLessEqual(first.overtaken, BYPASS_LIMIT)
         decodes = sum(self.lives[name].decoding for name in self.running)
         tight = decision.budget_tokens <= len(self.running) or decodes >= decision.budget_tokens
         if not (tight or lacks_pages or decision.preempted or self.scheduler.batching != "continuous"):
             self.test.assertEqual(len(self.running), self.scheduler.max_running)
 
     def check_decodes(self, decision: ScheduleDecision, decoding: list[str]) -> None:
-        """Decodes first, one token each; all of them where the budget covers them, else the least recently served."""
-        phases = [chunk.phase for chunk in decision.chunks]
-        self.test.assertEqual(phases, sorted(phases))  # "decode" < "prefill"
-        served = [chunk.request_id for chunk in decision.chunks if chunk.phase == "decode"]
-        self.test.assertTrue(all(chunk.count == 1 for chunk in decision.chunks if chunk.phase == "decode"))
-        self.test.assertLessEqual(set(served), set(decoding))
-        left_out = set(decoding) - set(served) - set(decision.preempted)
-        if decision.budget_tokens >= len(decoding):
-            self.test.assertFalse(left_out)
-        self.check_turns(served, left_out)
+        """One token each; decodes first, all of them where the budget covers them, else the least recently served."""
+        served = [chunk for chunk in decision.chunks if chunk.phase == "decode"]
+        self.test.assertTrue(all(chunk.count == 1 for chunk in served))
+        names = {chunk.request_id for chunk in served} - set(decision.admitted)  # those were swapped in just now
+        self.test.assertLessEqual(names, set(decoding))
+        left_out = set(decoding) - names - set(decision.preempted)
+        if self.policy != "prefill-first":
+            self.test.assertEqual({chunk.request_id for chunk in decision.chunks[:len(names)]}, names)
+            self.test.assertFalse(left_out and decision.budget_tokens >= len(decoding))
+        self.check_turns(names, left_out)
 
     def check_turns(self, served: Iterable[str], left_out: Iterable[str]) -> None:
         self.test.assertLessEqual(max((self.lives[name].served for name in served), default=-1),
@@ -184,25 +208,26 @@ class Watch:
             self.check_turns(chunks, prefilling - set(chunks))
 
     def check_reasons(self, decision: ScheduleDecision) -> None:
-        head = sorted(decision.waiting, key=lambda name: self.lives[name].serial)
-        head = head[:self.scheduler.max_running + BYPASS_LIMIT - len(decision.admitted)]
+        head = sorted(decision.waiting, key=lambda name: self.lives[name].order)[:BYPASS_LIMIT]
         for name in (*decision.running, *decision.preempted, *head):
             self.test.assertIn(name, decision.reasons)
         self.test.assertTrue(all(decision.reasons.values()))
 
     def check_waits(self, decision: ScheduleDecision) -> None:
-        """A request with k older live ones is admitted within (k + 1) * (BYPASS_LIMIT + 2) * L steps."""
+        """A request with k before it is admitted within (k + 1) * (BYPASS_LIMIT + 2) * L steps."""
         if not decision.budget_tokens:
             return
         self.smallest_budget = min(self.smallest_budget, decision.budget_tokens)
+        turns = -(-self.scheduler.max_running // self.smallest_budget)
         longest = max((life.size for life in self.lives.values()), default=0)
-        for name, life in self.lives.items():
-            if name in decision.waiting and not life.computed:
+        for name in decision.waiting:
+            life = self.lives[name]
+            if life.served < 0:  # never admitted
                 life.waited += 1
                 life.longest = max(life.longest, longest)
-                turns = -(-self.scheduler.max_running // self.smallest_budget)
-                life.bound = (life.older + 1) * (BYPASS_LIMIT + 2) * life.longest * turns
-                self.test.assertLessEqual(life.waited, life.bound, name)
+                life.before |= {other.serial for other in self.lives.values() if other.order < life.order}
+                bound = (len(life.before) + 1) * (BYPASS_LIMIT + 2) * life.longest * turns
+                self.test.assertLessEqual(life.waited, bound, name)
 
     def drain(self, budget: int | Callable[[], int], limit: int = 20_000) -> None:
         """Step until nobody is live. Everybody's turn comes: no livelock."""
@@ -216,19 +241,24 @@ class Watch:
 
 
 class RandomArrivals(unittest.TestCase):
-    def play(self, seed: int, with_pages: bool) -> Counter[str]:
+    def play(self, seed: int, with_pages: bool, policy: str = "fcfs", prefix_sharing: bool = False,
+             host_pages: int = 0) -> Counter[str]:
         dice = random.Random(seed)
         max_running = dice.randint(1, 6)
         page_size, num_pages = dice.randint(1, 6), dice.randint(3, 14)
-        kv = KVCacheManager(num_pages, page_size) if with_pages else None
-        watch = Watch(self, ContinuousBatchScheduler(max_running, kv=kv))
+        kv = None
+        if with_pages:
+            kv = KVCacheManager(num_pages, page_size, prefix_sharing=prefix_sharing, host_pages=host_pages)
+        watch = Watch(self, ContinuousBatchScheduler(max_running, policy, kv, "continuous",
+                                                     "swap" if host_pages else "recompute"))
         capacity = num_pages * page_size + 1
         expected = {}
         budgets = dice.choice(([max_running], [max_running, 3 * max_running], [1], [1, 2, 20], [0, max_running + 3]))
-        for number in range(30):
+        for number in range(20):
             for _ in range(dice.choice((0, 0, 1, 1, 3))):
                 prompt = dice.randint(1, max(1, dice.choice((3, capacity // 2, capacity - 1))))
-                asked = request(f"{seed}-{number}-{len(expected)}", prompt, dice.randint(0, max(0, capacity - prompt)))
+                asked = request(f"{number}-{len(expected)}", prompt, dice.randint(0, max(0, capacity - prompt)),
+                                dice.choice((-1, 0, 0, 2)))
                 watch.submit(asked)
                 expected[asked.request_id] = asked.max_tokens
             watch.step(dice.choice(budgets))
@@ -239,20 +269,28 @@ class RandomArrivals(unittest.TestCase):
         watch.drain(max(budgets))
         self.assertEqual(watch.produced, Counter(expected))
         if kv:
-            self.assertEqual(kv.free_pages, kv.total_pages)
+            self.assertEqual((kv.free_pages, kv.free_host_pages), (kv.total_pages, host_pages))
         return watch.seen
 
     def test_every_rule_with_unlimited_pages(self) -> None:
-        for seed in range(30):
-            with self.subTest(seed=seed):
-                self.play(seed, with_pages=False)
+        for policy, seed in product(POLICIES, range(5)):
+            with self.subTest(policy=policy, seed=seed):
+                self.play(seed, with_pages=False, policy=policy)
 
     def test_every_rule_with_few_pages(self) -> None:
         seen: Counter[str] = Counter()
-        for seed in range(50):
-            with self.subTest(seed=seed):
-                seen += self.play(seed, with_pages=True)
+        for policy, seed in product(POLICIES, range(8)):
+            with self.subTest(policy=policy, seed=seed):
+                seen += self.play(seed, with_pages=True, policy=policy)
         self.assertGreater(min(seen["preempted"], seen["overtaken"]), 100)  # the test tests what it says
+
+    def test_every_rule_with_swapping_and_shared_prefixes(self) -> None:
+        seen: Counter[str] = Counter()
+        for policy, seed in product(POLICIES, range(4)):
+            with self.subTest(policy=policy, seed=seed):
+                seen += self.play(seed, True, policy, host_pages=6)
+                seen += self.play(seed, True, policy, host_pages=3, prefix_sharing=True)
+        self.assertGreater(min(seen["preempted"], seen["swapped"], seen["found"]), 50)
 
 
 class Budget(unittest.TestCase):
@@ -409,6 +447,194 @@ class Preemption(unittest.TestCase):
         self.assertEqual(watch.scheduler.kv.free_pages, 8)
         watch.submit(request("new", 3, 1))
         self.assertEqual(watch.step(6).admitted, ("new",))
+
+
+class Policies(unittest.TestCase):
+    def first_served(self, policy: str, *asked: tuple[Request, int]) -> list[str]:
+        """Order of admission, one at a time; each request with the step before which it arrives."""
+        watch = Watch(self, ContinuousBatchScheduler(1, policy))
+        admitted: list[str] = []
+        for step in range(200):
+            for each, arrival in asked:
+                if arrival == step:
+                    watch.submit(each)
+            admitted += watch.step(4).admitted
+        return admitted
+
+    def test_order(self) -> None:
+        low, high = request("low", 8, 2), request("high", 8, 2, priority=1)
+        long, short = request("long", 64, 2), request("short", 4, 2)
+        runs = request("runs", 4, 30), 0
+        self.assertEqual(self.first_served("fcfs", runs, (low, 1), (high, 2)), ["runs", "low", "high"])
+        self.assertEqual(self.first_served("priority", runs, (low, 1), (high, 16)), ["runs", "high", "low"])
+        self.assertEqual(self.first_served("priority", runs, (low, 1), (high, 18)), ["runs", "low", "high"])  # aged
+        self.assertEqual(self.first_served("shortest", runs, (long, 1), (short, 4)), ["runs", "short", "long"])
+        self.assertEqual(self.first_served("shortest", runs, (long, 1), (short, 5)), ["runs", "long", "short"])
+
+    def test_aging_ends_the_wait_of_a_low_priority(self) -> None:
+        """An endless stream of urgent requests that alone keeps the scheduler busy."""
+        for policy, patient in (("priority", request("patient", 2, 2)), ("shortest", request("patient", 100, 2))):
+            watch = Watch(self, ContinuousBatchScheduler(1, policy))
+            watch.submit(request("runs", 4, 4, priority=5))
+            watch.step(8)
+            watch.submit(patient)
+            for step in range(400):
+                if step % 2 == 0:
+                    watch.submit(request(f"urgent{step}", 1, 2, priority=3))
+                if "patient" in watch.step(8).admitted:
+                    break
+            self.assertIn(step, range(10, 200))
+
+    def test_prefill_first_stops_decodes_while_prompts_arrive(self) -> None:
+        """The bad example: "runs" gets nothing for as long as prompts fill the budget; decode-first serves it."""
+        for policy, tokens in (("prefill-first", 1), ("fcfs", 11)):
+            watch = Watch(self, ContinuousBatchScheduler(4, policy))
+            watch.submit(request("runs", 2, 40))
+            watch.step(4)
+            watch.submit(request("long", 1000, 1))
+            for _ in range(10):
+                watch.step(4)
+            watch.complete()
+            self.assertEqual(watch.produced["runs"], tokens)
+
+    def test_a_policy_of_ones_own(self) -> None:
+        class LastComeFirstServed:
+            decode_first = True
+
+            def rank(self, request: Request, arrival_step: int, generated: int) -> float:
+                return -arrival_step
+
+        scheduler = ContinuousBatchScheduler(1, LastComeFirstServed())
+        for name in "abc":
+            scheduler.submit(request(name, 1))
+            scheduler.step(0)
+        self.assertEqual([scheduler.step(4).admitted for _ in range(3)], [("c",), ("b",), ("a",)])
+
+
+class Swapping(unittest.TestCase):
+    def run_two(self, host_pages: int) -> tuple[list[str], KVCacheManager]:
+        kv = KVCacheManager(6, 2, host_pages=host_pages)
+        watch = Watch(self, ContinuousBatchScheduler(2, kv=kv, preemption="swap"))
+        watch.submit(request("old", 4, 8))
+        watch.submit(request("young", 4, 8))
+        told = []
+        while not watch.scheduler.idle:
+            decision = watch.step(16)
+            told += [decision.reasons[name] for name in decision.preempted]
+        watch.drain(16)
+        self.assertEqual(watch.produced, {"old": 8, "young": 8})
+        return told, kv
+
+    def test_a_victim_keeps_its_tokens_in_host_pages(self) -> None:
+        told, kv = self.run_two(host_pages=6)
+        self.assertRegex(told[0], "preempted: old needs a page and none is free; young is last in order, gives back 3 "
+                                  "pages and keeps its 6 tokens in host pages")
+        self.assertEqual((kv.stats().swaps_out, kv.stats().swaps_in), (len(told), len(told)))
+        self.assertEqual(kv.stats().misses, 2 * (4 + 8 - 1))  # nothing was computed twice
+
+    def test_where_host_pages_do_not_last_they_are_computed_again(self) -> None:
+        told, kv = self.run_two(host_pages=2)
+        self.assertRegex(told[0], r"will compute its \d tokens again")
+        self.assertEqual(kv.stats().swaps_out, 0)
+        self.assertGreater(kv.stats().misses, 2 * (4 + 8 - 1))
+
+    def test_cancel_while_swapped_out(self) -> None:
+        kv = KVCacheManager(6, 2, host_pages=6)
+        watch = Watch(self, ContinuousBatchScheduler(2, kv=kv, preemption="swap"))
+        watch.submit(request("old", 4, 8))
+        watch.submit(request("young", 4, 8))
+        while not watch.step(16).preempted:
+            pass
+        self.assertLess(kv.free_host_pages, 6)
+        watch.cancel("young")
+        self.assertEqual(kv.free_host_pages, 6)
+        watch.submit(request("young", 1, 2))
+        watch.drain(16)
+        self.assertEqual(kv.free_pages, 6)
+
+
+class SharedPrefixes(unittest.TestCase):
+    def test_what_is_found_is_not_computed_again(self) -> None:
+        """K013, K021: eight at once find nothing; later ones all but the last page, one token at least is computed."""
+        kv = KVCacheManager(64, 2, prefix_sharing=True)
+        watch = Watch(self, ContinuousBatchScheduler(8, kv=kv))
+        for i in range(8):
+            watch.submit(request(f"first{i}", 6, 2))
+        decision = watch.step(100)
+        self.assertEqual(({chunk.count for chunk in decision.chunks}, decision.found), ({6}, {}))
+        watch.drain(100)
+        watch.submit(request("later", 6, 2))
+        decision = watch.step(100)
+        self.assertEqual([(c.start, c.count) for c in decision.chunks], [(4, 2)])
+        self.assertEqual(decision.found, {"later": 4})
+
+    def test_a_preempted_request_finds_its_own_pages(self) -> None:
+        """K038"""
+        kv = KVCacheManager(10, 2, prefix_sharing=True)
+        watch = Watch(self, ContinuousBatchScheduler(2, kv=kv))
+        watch.submit(request("a", 4, 6))
+        watch.step(16)
+        for _ in range(3):
+            watch.step(16)
+        outside = kv.allocate("outside", 2 * kv.free_pages)
+        while watch.scheduler.is_running("a"):
+            watch.scheduler.step(16)
+        kv.release(outside)
+        decision = watch.scheduler.step(16)
+        self.assertEqual([(c.start, c.count) for c in decision.chunks], [(6, 2)])
+        self.assertEqual(decision.found, {})  # coming back does not count
+
+
+class Forks(unittest.TestCase):
+    def test_a_fork_runs_at_once_on_the_same_pages_and_copies_when_it_writes(self) -> None:
+        kv = KVCacheManager(8, 4)
+        scheduler = ContinuousBatchScheduler(2, kv=kv)
+        scheduler.submit(request("a", 6, 4))
+        scheduler.step(16)
+        scheduler.complete_step()
+        scheduler.fork("a", request("a#1", 6, 4))
+        self.assertEqual(kv.pages(scheduler.handle("a")), kv.pages(scheduler.handle("a#1")))
+        decision = scheduler.step(16)
+        self.assertEqual([(c.request_id, c.start, c.phase) for c in decision.chunks],
+                         [("a", 6, "decode"), ("a#1", 6, "decode")])
+        self.assertEqual((kv.stats().copies, kv.free_pages), (1, 5))
+        tokens = Counter({"a": 1, "a#1": 1})
+        while not scheduler.idle:
+            tokens.update(chunk.request_id for chunk in decision.chunks)
+            decision = scheduler.step(16)
+            kv.check()
+        self.assertEqual((tokens, kv.free_pages), ({"a": 4, "a#1": 4}, 8))
+
+    def test_forks_are_preempted_like_others_and_end_with_all_their_tokens(self) -> None:
+        for pages in range(4, 10):
+            for preemption in ("recompute", "swap"):
+                kv = KVCacheManager(pages, 2, host_pages=2, prefix_sharing=pages % 2 > 0)
+                scheduler = ContinuousBatchScheduler(4, kv=kv, preemption=preemption)
+                scheduler.submit(request("a", 3, 6))
+                scheduler.step(16)
+                scheduler.complete_step()
+                for i in (1, 2, 3):
+                    scheduler.fork("a", request(f"a#{i}", 3, 6))
+                steps, finished = 0, []
+                while not scheduler.idle and steps < 200:
+                    decision = scheduler.step(16)
+                    kv.check()
+                    finished += decision.finished
+                    steps += 1
+                finished += scheduler.step(1).finished
+                self.assertEqual((sorted(finished), kv.free_pages), (["a", "a#1", "a#2", "a#3"], pages))
+                self.assertEqual(scheduler.take_failures(), {})
+
+    def test_what_cannot_be_forked(self) -> None:
+        scheduler = ContinuousBatchScheduler(1, kv=KVCacheManager(8, 2))
+        scheduler.submit(request("runs", 2, 4))
+        scheduler.submit(request("waits", 2, 4))
+        scheduler.step(8)
+        for parent, child, error in (("never", "x", UnknownRequestError), ("waits", "x", UnknownRequestError),
+                                     ("runs", "runs", DuplicateRequestError), ("runs", "waits", DuplicateRequestError)):
+            with self.subTest(parent=parent, child=child):
+                self.assertRaises(error, scheduler.fork, parent, request(child, 2, 4))
+                self.assertEqual(scheduler.live, ("runs", "waits"))
 
 
 class Batching(unittest.TestCase):

@@ -1,0 +1,252 @@
+"""The event log: kept, written, read back, the same byte for byte, and refused by line where it is damaged."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import unittest
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+from starter.engine import InferenceEngine
+from starter.errors import RequestError, SchemaError
+from starter.play import play
+from starter.schema import SamplingParams, load_scenario
+from starter.timeline import Timeline, VirtualClock, read_timeline
+from tests.paths import FIXTURE, TIMELINE
+from tests.support import make_engine, prompt_of
+
+HEADER = '{"event":"header","step":0,"time":0.0,"version":1}\n'
+TOKEN = '{"event":"token","step":3,"time":3.0,"request":"a","index":0,"token":5,"text":"x"}\n'
+
+
+class FolderTest(unittest.TestCase):
+    def setUp(self) -> None:
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.path = Path(temporary.name) / "run.jsonl"
+
+    def refused(self, content: bytes, *words: str) -> None:
+        self.path.write_bytes(content)
+        with self.assertRaises(SchemaError) as caught:
+            read_timeline(self.path)
+        for word in (str(self.path), *words):
+            self.assertIn(word, str(caught.exception))
+
+
+def as_read(timeline: Timeline) -> object:
+    """Events with tuples as the lists that JSON makes of them."""
+    return json.loads(json.dumps(list(timeline)))
+
+
+def busy_engine(seed: int) -> InferenceEngine:
+    """An engine after a random run: requests of all kinds in too few pages, cancels, preemptions, a refusal."""
+    dice = random.Random(seed)
+    engine = make_engine(page_size=dice.randint(1, 4), num_pages=dice.randint(24, 30), budget_tokens=dice.randint(2, 9),
+                         max_running=4)
+    for i in range(8):
+        sampling = SamplingParams(dice.choice((0.0, 1.0)), n=dice.choice((1, 1, 3)))
+        engine.submit(prompt_of(dice, dice.randint(1, 9)), dice.randint(0, 9), request_id=f"r{i}", sampling=sampling)
+        for _ in range(dice.randint(0, 3)):
+            engine.step()
+        if dice.random() < 0.2 and engine.active:
+            engine.cancel(dice.choice(engine.active))
+    with suppress(RequestError):
+        engine.submit([], 1)
+    engine.run()
+    return engine
+
+
+class VirtualClockTest(unittest.TestCase):
+    def test_it_stands_still_until_a_step_has_passed(self) -> None:
+        clock = VirtualClock(0.5)
+        times = [clock(), clock()]
+        clock.tick()
+        clock.tick()
+        self.assertEqual([*times, clock()], [0.0, 0.0, 1.0])
+        engine = make_engine()
+        engine.submit([1, 2], 3)
+        engine.run()
+        self.assertEqual([event["time"] for event in engine.timeline if event["event"] == "token"], [1.0, 2.0, 3.0])
+
+
+class KeepTest(FolderTest):
+    def test_the_last_events_are_kept_and_listeners_get_all(self) -> None:
+        timeline, heard, late = Timeline(keep=3), [], []
+        timeline.listen(heard.append)
+        timeline.record("header", 0, 0.0, version=1)
+        for i in range(5):
+            timeline.record("token", i, float(i), request=f"r{i}")
+        timeline.listen(late.append)
+        timeline.record("finish", 5, 5.0)
+        kept = [{"event": "token", "step": i, "time": float(i), "request": f"r{i}"} for i in (3, 4)]
+        self.assertEqual(list(timeline), [*kept, {"event": "finish", "step": 5, "time": 5.0}])
+        self.assertEqual(timeline.events, tuple(timeline))
+        self.assertEqual((len(timeline), timeline.recorded, len(heard), len(late)), (3, 7, 7, 1))
+        self.assertEqual(timeline.header, {"event": "header", "step": 0, "time": 0.0, "version": 1})
+        self.assertEqual(repr(timeline), "<Timeline: 7 events, 3 kept>")
+
+    def test_what_is_written_can_be_read_even_when_the_header_was_dropped(self) -> None:
+        timeline = Timeline(keep=2)
+        timeline.record("header", 0, 0.0, version=1)
+        for i in range(4):
+            timeline.write(self.path)
+            self.assertEqual(read_timeline(self.path), [timeline.header, *list(timeline)[i == 0 or i == 1:]])
+            timeline.record("token", i, 0.0)
+
+    def test_events_may_come_while_they_are_looked_at(self) -> None:
+        timeline = Timeline()
+        timeline.record("header", 0, 0.0, version=1)
+        for _ in timeline:
+            timeline.record("token", 1, 1.0)
+        self.assertEqual(len(timeline), 2)
+
+
+class WriteTest(FolderTest):
+    def test_any_text_comes_back(self) -> None:
+        """Unicode's line separators end no line; half a surrogate pair, which UTF-8 cannot hold, is escaped."""
+        timeline = Timeline()
+        timeline.record("header", 0, 0.0, version=1)
+        for text in ("世界 😀", "a\nb\r\nc\x0b\x0c\x1c\x1e\x85\u2028\u2029d", '\x00"\\', "\ud800", "\udfff\ud800", ""):
+            timeline.record("token", 1, 0.1 + 0.2, text=text)
+        timeline.write(self.path)
+        self.assertEqual(read_timeline(self.path), as_read(timeline))
+        self.assertIn("世界 😀".encode(), self.path.read_bytes())
+        self.assertNotIn(b"\r", self.path.read_bytes())
+
+    def test_further_events_are_written_as_they_happen(self) -> None:
+        engine = make_engine()
+        engine.submit([1, 2], 3)
+        with engine.timeline.written_to(self.path):
+            self.assertEqual(read_timeline(self.path), as_read(engine.timeline))
+            for _ in range(3):
+                engine.step()
+                self.assertEqual(read_timeline(self.path), as_read(engine.timeline))
+        before = self.path.read_bytes()
+        engine.run()
+        engine.submit([3], 1)
+        self.assertEqual(self.path.read_bytes(), before)
+
+    def test_an_interrupted_block_lets_go_of_the_file(self) -> None:
+        engine = make_engine()
+        engine.submit([1, 2], 3)
+        with self.assertRaises(KeyboardInterrupt), engine.timeline.written_to(self.path):
+            raise KeyboardInterrupt
+        engine.close()  # cancels, which is an event
+
+    def test_a_place_that_cannot_be_written_to(self) -> None:
+        for path in (self.path.parent, self.path / "run.jsonl", "a\0b"):
+            with self.subTest(path=path), self.assertRaisesRegex(SchemaError, "cannot write the timeline"):
+                Timeline().write(path)
+
+
+class ReadTest(FolderTest):
+    def test_no_timeline(self) -> None:
+        for path in (self.path, self.path.parent, "a\0b"):
+            with self.subTest(path=path), self.assertRaisesRegex(SchemaError, "cannot read the timeline"):
+                read_timeline(path)
+        self.refused(b"", "not a timeline")
+        self.refused(TOKEN.encode(), "header")
+        self.refused(HEADER.replace("1}", "2}").encode(), "version 2", "1")
+        self.refused(HEADER.replace(',"version":1', "").encode(), "version None")
+
+    def test_damage_is_named_by_file_and_line(self) -> None:
+        lines = [HEADER, *[TOKEN] * 5]
+        for number in range(1, 7):
+            for damage in (b"", b"{", b"[]", b"null", b"7", b'"event"', b"{}", b'{"event":"token"}',
+                           b'{"event":7,"step":0,"time":0}', b'{"event":"token","step":0,"time":"0"}',
+                           b'{"event":"token","step":0,"time":NaN}', b'{"event":"token","step":0.5,"time":1e999}',
+                           b'{"event":"token","event":"token","step":0,"time":0}', b"\xff", b"\xef\xbb\xbf{}",
+                           b"[" * 9999, TOKEN.encode()[:-3], TOKEN.encode()[:-1] * 2,
+                           TOKEN.encode()[:-1].replace(b"x", b"\xc3")):
+                with self.subTest(number=number, damage=damage[:60]):
+                    content = [line.encode() for line in lines]
+                    content[number - 1] = damage + b"\n"
+                    self.refused(b"".join(content), f"line {number}:")
+
+    def test_a_file_cut_anywhere_holds_its_whole_lines(self) -> None:
+        """A crash loses at most the last line: what is before it reads as it was."""
+        engine = make_engine(page_size=2)
+        engine.generate([[1, 2, 3], [4]], 3)
+        engine.timeline.write(self.path)
+        lines, whole = self.path.read_bytes().splitlines(keepends=True), read_timeline(self.path)
+        for number, line in enumerate(lines, start=1):
+            before = b"".join(lines[:number - 1])
+            with self.subTest(number=number):
+                for cut in (len(line) - 1, len(line)):
+                    self.path.write_bytes(before + line[:cut])
+                    self.assertEqual(read_timeline(self.path), whole[:number])
+                for cut in (1, len(line) // 2, len(line) - 2):
+                    self.refused(before + line[:cut], f"line {number}:")
+
+    def test_line_ends_of_windows(self) -> None:
+        self.path.write_bytes((HEADER + TOKEN).replace("\n", "\r\n").encode())
+        self.assertEqual([event["event"] for event in read_timeline(self.path)], ["header", "token"])
+
+
+class RunTest(FolderTest):
+    def test_the_fixtures_timeline_byte_for_byte(self) -> None:
+        """Guarantee 6, on every machine and Python."""
+        scenario = load_scenario(FIXTURE)
+        with InferenceEngine.from_scenario(scenario, clock=VirtualClock()) as engine:
+            for _ in play(engine, scenario):
+                pass
+            engine.timeline.write(self.path)
+        self.assertEqual(self.path.read_bytes(), TIMELINE.read_bytes())
+
+    def test_two_runs_write_the_same_bytes(self) -> None:
+        seen = set()
+        for seed in range(10):
+            with self.subTest(seed=seed):
+                contents = []
+                for _ in range(2):
+                    engine = busy_engine(seed)
+                    engine.timeline.write(self.path)
+                    contents.append(self.path.read_bytes())
+                self.assertEqual(*contents)
+                self.assertEqual(read_timeline(self.path), as_read(engine.timeline))
+                seen |= {event["event"] + event.get("change", "") for event in engine.timeline}
+        self.assertEqual(seen, {"header", "submit", "refuse", "step", "pagesallocate", "pagesshare", "pagescopy",
+                                "pagesrelease", "token", "fork", "cancel", "finish"})
+
+    def test_a_request_is_submitted_gets_its_tokens_and_finishes_once(self) -> None:
+        for seed in range(10):
+            with self.subTest(seed=seed):
+                events = list(busy_engine(seed).timeline)
+                self.assertEqual([event["event"] for event in events].count("header"), 1)
+                for key in ("step", "time"):
+                    self.assertEqual([event[key] for event in events], sorted(event[key] for event in events))
+                sequences = [event["request"] for event in events if event["event"] in ("submit", "fork")]
+                self.assertEqual(len(sequences), len(set(sequences)))
+                for name in sequences:
+                    mine = [event for event in events if event.get("request") == name
+                            and event["event"] in ("submit", "fork", "token", "finish")]
+                    tokens = [event["index"] for event in mine[1:-1]]
+                    self.assertEqual((mine[-1]["event"], mine[-1]["tokens"]), ("finish", len(tokens)))
+                    self.assertEqual(tokens, list(range(len(tokens))))
+                    self.assertEqual({event["event"] for event in mine[1:-1]} - {"token"}, set())
+
+    def test_pages_can_be_replayed_from_the_events_alone(self) -> None:
+        """V2: after every event the pages in some block table are as many as the event says are used."""
+        for seed in range(10):
+            with self.subTest(seed=seed):
+                users: Counter[int] = Counter()
+                for event in busy_engine(seed).timeline:
+                    if event["event"] != "pages":
+                        continue
+                    if event["change"] == "copy":
+                        source, target = event["pages"]
+                        users.subtract([source])
+                        users.update([target])
+                    else:
+                        change = users.subtract if event["change"] == "release" else users.update
+                        change(event["pages"])
+                    self.assertGreaterEqual(min(users.values()), 0)
+                    self.assertEqual(len(+users), event["used_pages"])
+                self.assertFalse(+users)
+
+
+if __name__ == "__main__":
+    unittest.main()
