@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe has seen enough
         return EXIT_OK
     except (EngineError, OSError, MemoryError) as error:
-        Console(sys.stderr).line(f"error: {error or 'not enough memory; ask for fewer or smaller pages'}")
+        Console(sys.stderr).line(f"error: {error}" if str(error) else "error: not enough memory; ask for fewer pages")
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         Console(sys.stderr).line("interrupted")

@@ -424,7 +424,7 @@ class InferenceEngine:
         try:
             return [sample(row, request.sampling, each.draws, request.prompt_tokens,
                            each.tokens[len(request.prompt_tokens):], self._end_tokens(request)) for each in samples]
-        except BackendError as error:
+        except Exception as error:  # whatever is wrong with this row concerns this request alone
             return error
 
     def _end_tokens(self, request: Request) -> tuple[int, ...]:

@@ -144,4 +144,4 @@ class FaultInjector:
         return result
 
     def _fire(self, fault: Fault) -> None:
-        self._record("fault", kind=type(fault).__name__, **asdict(fault))
+        self._record("fault", kind=type(fault).__name__, fault=asdict(fault))

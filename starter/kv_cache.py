@@ -158,6 +158,11 @@ class KVCacheManager:
         return len(self._pool.cached)
 
     @property
+    def total_host_pages(self) -> int:
+        """Pages in the host pool."""
+        return self._host.total
+
+    @property
     def free_host_pages(self) -> int:
         """Host pages that hold nothing."""
         return self._host.available

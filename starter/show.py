@@ -110,7 +110,8 @@ class StepPrinter:
                if request_id in reasons and request_id not in preempted and request_id not in self._explained]
         self._explained.update(new)
         notes += [f"{request_id} {reasons[request_id]}" for request_id in new]
-        return notes + [f"{event.request_id} {_ending(event)}" for event in played.events if event.finish_reason]
+        return notes + [f"{sample_id(event.request_id, event.sample)} {_ending(event)}"
+                        for event in played.events if event.finish_reason]
 
 
 def _texts(events: list[TokenEvent]) -> dict[str, str]:

@@ -10,7 +10,7 @@ An event is a flat dictionary. Every event has "event" (its kind), "step" (steps
     pages    change ("allocate", "share", "copy", "release", "swap_out", "swap_in"), request, pages, used_pages
     token    request, index, token, text                 fork    request, parent: another sample of one prompt
     cancel   request                                     finish  request, reason, tokens, error
-    fault    kind, and the fault's own fields: injected on purpose (``faults.py``)
+    fault    kind, fault (its fields): injected on purpose, see ``faults.py``
 
 On disk a timeline is JSON Lines, one event a line, written as it happens: a crash loses at most the last line.
 With a ``VirtualClock`` the same scenario and seed give the same file, byte for byte.

@@ -1,4 +1,4 @@
-"""From logits to a token: every edge in the module's table, the distribution, the generators."""
+"""From logits to a token: every edge in the module's table, the distribution, adjustments, logprobs, generators."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import unittest
 from math import exp, fsum, inf, log, nan
 
 from starter.errors import BackendError, RequestError
-from starter.sampling import kept_tokens, request_generator, sample
-from starter.schema import Request, SamplingParams
+from starter.sampling import Choice, adjust, kept_tokens, sample, sample_generator
+from starter.schema import SamplingParams
 
 LOGITS = [0.5, 2.0, -1.0, 2.0, 1.25, -3.0, 0.0, 1.9]
 BEST = 1  # the first of the equal maxima at 1 and 3
@@ -16,13 +16,13 @@ SIZE = len(LOGITS)
 
 
 def draw(logits, seed=0, **params) -> int:
-    return sample(logits, SamplingParams(**params), random.Random(seed))[0]
+    return sample(logits, SamplingParams(**params), random.Random(seed)).token
 
 
 def drawn(logits, draws=300, **params) -> set[int]:
     """Tokens that occur in many draws."""
     generator, params = random.Random(1), SamplingParams(**params)
-    return {sample(logits, params, generator)[0] for _ in range(draws)}
+    return {sample(logits, params, generator).token for _ in range(draws)}
 
 
 def exact(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> dict[int, float]:
@@ -39,6 +39,10 @@ def exact(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> dict[int, f
         ranked.pop()
     ranked = normalized(ranked)
     return dict(normalized([pair for pair in ranked if pair[1] >= min_p * ranked[0][1]]))
+
+
+def logprob(token: int) -> float:
+    return LOGITS[token] - log(fsum(map(exp, LOGITS)))
 
 
 class Stuck(random.Random):
@@ -107,12 +111,17 @@ class Edges(unittest.TestCase):
         for number in (0.0, 5e-324, 0.5, 1.0 - 2.0**-53):
             for logits, allowed in (([-inf, 0.0, -1.0, -inf], {1, 2}), ([-inf, 3.0, -inf], {1}), ([-900.0, 0.0], {1})):
                 for params in (SamplingParams(1.0), SamplingParams(1.0, top_k=4), SamplingParams(1.0, top_p=0.999)):
-                    self.assertIn(sample(logits, params, Stuck(number))[0], allowed)
+                    self.assertIn(sample(logits, params, Stuck(number)).token, allowed)
 
     def test_parameters_out_of_range_are_refused(self) -> None:
         for name, wrongs in (("temperature", (-1.0, nan, inf, -5e-324, True, "1", None)), ("top_k", (-1, 1.0, True, "1")),
                              ("top_p", (-0.1, 1.0000001, nan, True)), ("min_p", (-0.1, 1.1, nan)),
-                             ("seed", (-1, 1.5, True, "7"))):
+                             ("seed", (-1, 1.5, True, "7")),
+                             ("repetition_penalty", (0.0, -1.0, nan, 101.0)), ("presence_penalty", (101.0, nan)),
+                             ("frequency_penalty", (-101.0, True)), ("min_tokens", (-1, 1.0)), ("n", (0, 65, True)),
+                             ("ignore_eos", (1, "yes")), ("logprobs", (-1, True, 2.0)),
+                             ("logit_bias", ({-1: 1.0}, {1.5: 1.0}, {0: nan}, {0: "x"}, {True: 1.0})),
+                             ("stop", ("", ["a", ""], [1]))):
             for wrong in wrongs:
                 with self.subTest(name=name, wrong=wrong), self.assertRaisesRegex(RequestError, name):
                     SamplingParams(**{name: wrong})
@@ -131,7 +140,7 @@ class Distribution(unittest.TestCase):
                 generator, draws = random.Random(7), 4000
                 counts = dict.fromkeys(range(SIZE), 0)
                 for _ in range(draws):
-                    counts[sample(LOGITS, params, generator)[0]] += 1
+                    counts[sample(LOGITS, params, generator).token] += 1
                 self.assertLessEqual({token for token, count in counts.items() if count}, set(probabilities))
                 distance = sum((counts[token] - draws * p) ** 2 / (draws * p) for token, p in probabilities.items())
                 self.assertLess(distance, 40)
@@ -152,11 +161,66 @@ class Distribution(unittest.TestCase):
 
     def test_logprob_is_that_of_temperature_1_without_filters(self) -> None:
         for params in (SamplingParams(), SamplingParams(0.1), SamplingParams(3.0, top_k=2)):
-            token, logprob = sample(LOGITS, params, random.Random(3))
-            self.assertAlmostEqual(logprob, LOGITS[token] - log(fsum(map(exp, LOGITS))), places=12)
-        self.assertEqual(sample([5.0], SamplingParams(), random.Random(0)), (0, 0.0))
-        self.assertEqual(sample([1e308, -1e308], SamplingParams(), random.Random(0)), (0, 0.0))
-        self.assertAlmostEqual(sample([-1e5] * 4, SamplingParams(), random.Random(0))[1], -log(4.0))
+            choice = sample(LOGITS, params, random.Random(3))
+            self.assertAlmostEqual(choice.logprob, logprob(choice.token), places=12)
+        self.assertEqual(sample([5.0], SamplingParams(), random.Random(0)), Choice(0, 0.0))
+        self.assertEqual(sample([1e308, -1e308], SamplingParams(), random.Random(0)), Choice(0, 0.0))
+        self.assertAlmostEqual(sample([-1e5] * 4, SamplingParams(), random.Random(0)).logprob, -log(4.0))
+
+    def test_the_likeliest_tokens_and_the_chosen_one(self) -> None:
+        """K078, K079"""
+        ranking = [1, 3, 7, 4, 0, 6, 2, 5]  # of equals, the lower token first
+        self.assertEqual(sample(LOGITS, SamplingParams(), random.Random(0)).top_logprobs, ())
+        for number in range(SIZE + 1):
+            params = SamplingParams(logprobs=number, logit_bias={5: 100.0})
+            choice = sample(LOGITS, params, random.Random(0))
+            self.assertEqual(choice.token, 5)
+            tokens = [token for token, _ in choice.top_logprobs]
+            self.assertEqual(tokens, ranking[:number] + ([5] if number < SIZE else []))
+            for token, value in choice.top_logprobs:
+                self.assertAlmostEqual(value, logprob(token), places=12)  # of the model alone: no bias
+        choice = sample([0.0, -inf, 1.0], SamplingParams(logprobs=3, top_k=1), random.Random(0))
+        self.assertEqual([token for token, _ in choice.top_logprobs], [2, 0])  # no infinity, which JSON cannot write
+
+
+class Adjusted(unittest.TestCase):
+    def adjusted(self, logits, prompt=(), generated=(), end_tokens=(), **params) -> list[float]:
+        before = list(logits)
+        after = adjust(logits, SamplingParams(**params), prompt, generated, end_tokens)
+        self.assertEqual(logits, before)  # a row of the model's is not written to
+        return after
+
+    def test_nothing_asked_nothing_changed(self) -> None:
+        self.assertEqual(self.adjusted(LOGITS, [1, 2], [3], [4]), LOGITS)
+
+    def test_bias(self) -> None:
+        self.assertEqual(self.adjusted([1.0, 2.0, 3.0], logit_bias={0: 5.0, 2: -1.5}), [6.0, 2.0, 1.5])
+        self.assertEqual(draw(LOGITS, logit_bias=[(5, 100.0)]), 5)
+        self.assertEqual(drawn(LOGITS, temperature=5.0, logit_bias={1: -1e6, 3: -1e6}), {0, 2, 4, 5, 6, 7})
+
+    def test_repetition_penalty_makes_what_was_said_less_likely(self) -> None:
+        self.assertEqual(self.adjusted([4.0, -4.0, 4.0, -4.0, 0.0], [0, 0], [1, 4], repetition_penalty=2.0),
+                         [2.0, -8.0, 4.0, -4.0, 0.0])
+
+    def test_presence_and_frequency_penalties_count_the_output_alone(self) -> None:
+        self.assertEqual(self.adjusted([4.0, 4.0, 4.0], [2, 2], [0, 1, 1], presence_penalty=1.0, frequency_penalty=0.5),
+                         [2.5, 2.0, 4.0])
+
+    def test_no_end_before_min_tokens(self) -> None:
+        for count in range(5):
+            expected = [-inf, 1.0, -inf] if count < 3 else [2.0, 1.0, 3.0]
+            self.assertEqual(self.adjusted([2.0, 1.0, 3.0], [1], [1] * count, [0, 2], min_tokens=3), expected)
+        with self.assertRaisesRegex(BackendError, "adjusted"):
+            sample([2.0, 1.0], SamplingParams(min_tokens=1), random.Random(0), [0], [], [0, 1])
+
+    def test_an_overflow_is_an_error(self) -> None:
+        with self.assertRaisesRegex(BackendError, "adjusted"):
+            sample([1e308, 0.0], SamplingParams(repetition_penalty=0.01), random.Random(0), [0])
+
+    def test_order(self) -> None:
+        """Bias, then repetition, then presence and frequency: (2 + 4) / 2 - 1 - 0.5."""
+        self.assertEqual(self.adjusted([2.0, 0.0], [], [0], logit_bias={0: 4.0}, repetition_penalty=2.0,
+                                       presence_penalty=1.0, frequency_penalty=0.5)[0], 1.5)
 
 
 class Generators(unittest.TestCase):
@@ -170,23 +234,26 @@ class Generators(unittest.TestCase):
 
     def test_a_generator_depends_on_its_request_alone(self) -> None:
         """K073"""
-        def numbers(name: str, seed: int | None, engine_seed: int) -> list[float]:
-            asked = Request(name, [1], 1, sampling=SamplingParams(1.0, seed=seed))
-            generator = request_generator(asked, engine_seed)
+        def numbers(name: str, seed: int | None, engine_seed: int, number: int = 0) -> list[float]:
+            generator = sample_generator(SamplingParams(1.0, seed=seed), name, number, engine_seed)
             return [generator.random() for _ in range(3)]
 
-        self.assertEqual(numbers("a", 42, 0), numbers("b", 42, 1))
-        self.assertEqual(numbers("a", None, 5), numbers("a", None, 5))
+        for number in range(3):
+            self.assertEqual(numbers("a", 42, 0, number), numbers("b", 42, 1, number))
+            self.assertEqual(numbers("a", None, 5, number), numbers("a", None, 5, number))
         streams = [numbers("a", 42, 0), numbers("a", 43, 0), numbers("a", None, 0), numbers("a", None, 1),
-                   numbers("b", None, 0), numbers("a", 0, 0)]
+                   numbers("b", None, 0), numbers("a", 0, 0),
+                   *[numbers("a", seed, 0, number) for seed in (42, None) for number in (1, 2)]]
         self.assertEqual(len({first for first, *_ in streams}), len(streams))
 
     def test_neighbouring_seeds_and_ids_are_unrelated(self) -> None:
-        """The first numbers of 2000 neighbours fill ten bins evenly, and so do the differences of neighbours."""
-        for kind in ("seed", "id"):
-            asked = [Request(f"r{i}", [1], 1, sampling=SamplingParams(1.0, seed=i if kind == "seed" else None))
-                     for i in range(2000)]
-            first = [request_generator(request, 0).random() for request in asked]
+        """K075: the first numbers of 2000 neighbours fill ten bins evenly, and so do the differences of neighbours."""
+        generators = {
+            "seed": [sample_generator(SamplingParams(1.0, seed=i), "r", 0, 0) for i in range(2000)],
+            "id": [sample_generator(SamplingParams(1.0), f"r{i}", 0, 0) for i in range(2000)],
+            "sample": [sample_generator(SamplingParams(1.0, seed=7), "r", i, 0) for i in range(2000)]}
+        for kind, made in generators.items():
+            first = [generator.random() for generator in made]
             steps = [(b - a) % 1.0 for a, b in zip(first, first[1:])]
             for numbers in (first, steps):
                 bins = [sum(int(number * 10) == i for number in numbers) for i in range(10)]

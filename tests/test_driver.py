@@ -1,0 +1,398 @@
+"""The command line: what it prints and with which code it ends, in this process and as a program of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import unittest
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from starter import driver
+from starter.engine import InferenceEngine
+from starter.llama2c import UNSAID, write_llama2c
+from starter.metrics import Metrics
+from starter.play import play
+from starter.schema import (
+    CharacterVocabulary,
+    EngineSettings,
+    Golden,
+    ModelConfig,
+    Request,
+    SamplingParams,
+    Scenario,
+    ScenarioEvent,
+    SeededWeights,
+    parse_scenario,
+)
+from starter.timeline import VirtualClock, read_timeline
+from starter.weights import seeded_weights
+from tests.paths import FIXTURE, ROOT, TIMELINE
+from tests.support import CONFIG, oracle
+
+REQUESTS = (Request("a", (3, 1, 4), 6), Request("b", (1,), 9, arrival=1.0), Request("gone", (2, 7), 20))
+SCENARIO = Scenario(
+    1, "small", CONFIG, SeededWeights(71), CharacterVocabulary("abcdefghijklmnopq世é€"), REQUESTS,
+    description="three requests, one cancelled", events=(ScenarioEvent(4, "gone"),),
+    engine=EngineSettings(page_size=4, num_pages=16, budget_tokens=8),
+    golden=Golden({r.request_id: tuple(oracle(r.prompt_tokens, r.max_tokens)) for r in REQUESTS}, smallest_margin=0.0))
+
+
+def with_golden(request: str, tokens: tuple[int, ...]) -> Scenario:
+    """The scenario with other golden tokens for one request."""
+    return replace(SCENARIO, golden=replace(SCENARIO.golden, tokens={**SCENARIO.golden.tokens, request: tokens}))
+
+
+class Run(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def run(*arguments: object) -> Run:
+    """The driver in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = driver.main(list(map(str, arguments)))
+        except SystemExit as end:  # argparse
+            code = end.code
+    return Run(code, out.getvalue(), err.getvalue())
+
+
+def strict_json(text: str) -> Any:
+    """JSON text -> value; NaN and Infinity, which are no JSON, are errors."""
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+    return json.loads(text, parse_constant=refuse)
+
+
+class Case(unittest.TestCase):
+    def setUp(self) -> None:
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.folder = Path(temporary.name)
+        self.file = self.write(SCENARIO)
+
+    def write(self, scenario: Scenario, name: str = "scenario.json") -> Path:
+        (self.folder / name).write_text(scenario.to_json(), encoding="utf-8")
+        return self.folder / name
+
+    def wrong(self) -> Path:
+        """The scenario with another golden token in the middle of b's."""
+        right = SCENARIO.golden.tokens["b"]
+        return self.write(with_golden("b", (*right[:4], (right[4] + 1) % 20, *right[5:])), "wrong.json")
+
+    def check_refused(self, result: Run, *words: str) -> None:
+        """Exit code 2, one line on standard error, no traceback."""
+        self.assertEqual((result.code, result.err.count("\n")), (2, 1), result)
+        self.assertTrue(result.err.startswith("error: "), result.err)
+        for word in words:
+            self.assertIn(word, result.err)
+
+
+class ScenarioTest(Case):
+    def test_the_fixture(self) -> None:
+        """C4; and the public timeline, byte for byte."""
+        timeline = self.folder / "run.jsonl"
+        result = run("--fixture", FIXTURE, "--clock", "virtual", "--timeline", timeline)
+        self.assertEqual((result.code, result.err), (0, ""))
+        self.assertIn("\nAll 10 outputs equal the golden tokens.\n", result.out)
+        self.assertEqual(timeline.read_bytes(), TIMELINE.read_bytes())
+
+    def test_equal_to_the_golden_tokens(self) -> None:
+        result = run("--fixture", self.file)
+        self.assertEqual((result.code, result.err), (0, ""))
+        self.assertTrue(result.out.startswith("Scenario 'small': three requests, one cancelled\n"))
+        self.assertTrue(result.out.endswith("\nAll 3 outputs equal the golden tokens.\n"))
+
+    def test_different_from_the_golden_tokens(self) -> None:
+        for further in ([], ["--quantization", "none"]):
+            result = run("--fixture", self.wrong(), *further)
+            self.assertEqual((result.code, result.err), (1, ""))
+            self.assertTrue(result.out.endswith("\nThe output DIFFERS from the golden tokens: b\n"))
+            self.assertEqual(result.out.count("differs"), 1)
+
+    def test_a_cancelled_request_may_stop_early_but_must_agree_so_far(self) -> None:
+        first, *rest = SCENARIO.golden.tokens["gone"]
+        for golden, code in (((first, *rest[:8]), 0), ((first, *rest[:8], 0, 0, 0), 0), (((first + 1) % 20, *rest), 1),
+                             ((), 1)):
+            self.assertEqual(run("--fixture", self.write(with_golden("gone", golden), "other.json")).code, code)
+
+    def test_without_golden_tokens(self) -> None:
+        result = run("--fixture", self.write(replace(SCENARIO, golden=None), "other.json"))
+        self.assertEqual(result.code, 0)
+        self.assertTrue(result.out.endswith("\nThis scenario has no golden tokens to compare with.\n"))
+
+    def test_every_way_to_serve_gives_the_golden_tokens(self) -> None:
+        for options in (("--page-size", 3, "--budget", 5, "--num-pages", 12), ("--page-size", 1, "--num-pages", 22),
+                        ("--max-running", 1), ("--batching", "static"), ("--batching", "none"), ("--no-cache",),
+                        ("--seed", 5), ("--policy", "fcfs"), ("--budget", 1, "--max-running", 2), ("--backend", "cpu"),
+                        ("--kv-quantization", "none"), ("--clock", "virtual")):
+            with self.subTest(options=options):
+                result = run("--fixture", self.file, *options)
+                self.assertEqual((result.code, result.err), (0, ""))
+
+    def test_quantized_weights_need_not_give_the_golden_tokens_of_the_exact_ones(self) -> None:
+        """Unless the scenario itself is quantized: then its golden tokens are of those weights."""
+        result = run("--fixture", self.file, "--quantization", "int4")
+        self.assertEqual((result.code, result.err), (0, ""))
+        self.assertIn("The golden tokens belong to other weights than these quantized ones", result.out)
+        self.assertIn(", int4, ", result.out)
+        document = strict_json(self.file.read_text(encoding="utf-8"))
+        document["quantization"] = {"bits": 4, "group_size": 32, "symmetric": True}
+        self.file.write_text(json.dumps(document), encoding="utf-8")
+        self.assertEqual(run("--fixture", self.file).code, 1)
+
+    def test_a_request_that_is_refused_differs_and_says_why(self) -> None:
+        result = run("--fixture", self.file, "--num-pages", 3)
+        self.assertEqual(result.code, 1)
+        self.assertIn(". gone is refused: gone: prompt 2 + max_tokens 20 - 1 = 21 tokens need 6 pages", result.out)
+        self.assertIn("DIFFERS from the golden tokens: gone\n", result.out)
+
+    def test_several_samples_have_a_line_each(self) -> None:
+        request = Request("r", (3, 1), 4, sampling=SamplingParams(temperature=2.0, n=3))
+        result = run("--fixture", self.write(replace(SCENARIO, requests=(request,), events=(), golden=None), "n.json"))
+        self.assertEqual(result.code, 0)
+        results = [line.split()[:3] for line in result.out.splitlines()]
+        for name in ("r", "r#1", "r#2"):
+            self.assertIn([name, "4", "length"], results)
+
+
+class OutputTest(Case):
+    def test_the_table_of_steps(self) -> None:
+        """Steps that only decode are joined, up to sixteen; what happens in a step has a line below it."""
+        request = Request("r", (3, 1, 4), 20)
+        file = self.write(replace(SCENARIO, requests=(request, replace(REQUESTS[0], arrival=1.0)), events=(),
+                                  golden=None), "steps.json")
+        out = run("--fixture", file, "--budget", 2).out.splitlines()
+        table = out[out.index("step    tokens  pages  prefill, then tokens out") + 1:]
+        letter = dict(enumerate("abcdefghijklmnopq世é€"))
+        r, a = ("".join(letter[token] for token in oracle((3, 1, 4), count)) for count in (20, 6))
+        self.assertEqual(table[:8], [
+            "0          2/2     1/16  r+2",
+            "1          2/2     2/16  r+1 a+1 r" + repr(r[0]),
+            "2          2/2     2/16  a+1 r" + repr(r[1]),
+            "3          2/2     3/16  a+1 a" + repr(a[0]) + " r" + repr(r[2]),
+            "4-7        2/2     5/16   a" + repr(a[1:5]) + " r" + repr(r[3:7]),
+            "8          2/2     3/16   a" + repr(a[5]) + " r" + repr(r[7]),
+            "          . a ends: it has all its tokens",
+            "9-19       1/2     6/16   r" + repr(r[8:19])], "\n".join(table))
+
+    def test_json_is_one_strict_document_and_nothing_else(self) -> None:
+        for file, code, verdict in ((self.file, 0, "equal"), (self.wrong(), 1, "differs")):
+            timeline = self.folder / "run.jsonl"
+            result = run("--fixture", file, "--json", "--timeline", timeline)
+            self.assertEqual((result.code, result.err, result.out.count("\n")), (code, "", 1))
+            document = strict_json(result.out)
+            self.assertEqual((document["scenario"], document["backend"]), ("small", "cpu"))
+            self.assertEqual(document["golden"], {"a": "equal", "b": verdict, "gone": "equal"})
+            self.assertEqual(document["tokens"]["b"], oracle((1,), 9))
+            metrics = Metrics.of(read_timeline(timeline)).to_dict()  # on a real clock
+            self.assertEqual(document["metrics"], json.loads(json.dumps(metrics)))
+            self.assertEqual(metrics["output_tokens"], sum(map(len, document["tokens"].values())))
+
+    def test_the_timeline_is_the_engines(self) -> None:
+        timeline = self.folder / "run.jsonl"
+        options = ("--clock", "virtual", "--timeline", timeline, "--page-size", 2, "--quiet")
+        self.assertEqual(run("--fixture", self.file, *options), Run(0, "", ""))
+        with InferenceEngine.from_scenario(SCENARIO, clock=VirtualClock(), page_size=2) as engine:
+            list(play(engine, SCENARIO))
+            engine.timeline.write(self.folder / "other.jsonl")
+        self.assertEqual(timeline.read_bytes(), (self.folder / "other.jsonl").read_bytes())
+
+    def test_the_manifest_alone(self) -> None:
+        result = run("--fixture", self.file, "--manifest-only", "--page-size", 3, "--quantization", "int8")
+        self.assertEqual((result.code, result.err), (0, ""))
+        self.assertIn("16 pages of 3 tokens, budget 8 tokens a step", result.out)  # as it would be run
+        self.assertIn(", int8, ", result.out)
+        self.assertIn("    gone     step 0   2       20   'ch'\n", result.out)
+        self.assertNotIn("golden", result.out)
+        self.assertEqual(run("--fixture", self.wrong(), "--manifest-only").code, 0)
+        as_json = run("--fixture", self.file, "--manifest-only", "--json")
+        self.assertEqual(parse_scenario(json.dumps(strict_json(as_json.out))), SCENARIO)
+
+    def test_quiet(self) -> None:
+        self.assertEqual(run("--fixture", self.file, "--quiet"), Run(0, "", ""))
+        self.assertEqual(run("--fixture", self.wrong(), "--quiet"), Run(1, "", ""))
+        self.check_refused(run("--fixture", self.folder / "nothing.json", "--quiet"))
+
+    def test_help(self) -> None:
+        result = run("--help")
+        self.assertEqual(result.code, 0)
+        for option in ("fixture", "backend", "quantization", "kv-quantization", "page-size", "num-pages", "budget",
+                       "policy", "seed", "manifest-only", "json", "timeline", "quiet"):
+            self.assertIn(f"--{option}", result.out)
+
+
+class BadInputTest(Case):
+    def test_files(self) -> None:
+        self.check_refused(run("--fixture", self.folder / "nothing.json"), "nothing.json")
+        self.check_refused(run("--fixture", self.folder), str(self.folder))
+        document = self.file.read_text(encoding="utf-8")
+        for content, word in (("", "not JSON"), ("{", "line 1"), ("[]", "an object is wanted"), ("[" * 10**5, "nested"),
+                              (document.replace('"version": 1', '"version": 2'), "/version"),
+                              (document.replace('"max_tokens": 9', '"max_tokens": NaN'), "/requests/1/max_tokens"),
+                              (document.replace('"width": 8', '"width": 9'), "/model/width"),
+                              (document.replace('"sha256": null', f'"sha256": "{"0" * 64}"'), "/weights/sha256")):
+            bad = self.folder / "bad.json"
+            bad.write_text(content, encoding="utf-8")
+            with self.subTest(content=content[:40]):
+                self.check_refused(run("--fixture", bad), word)
+        (self.folder / "bad.json").write_bytes(b"\xff\xfe{}")
+        self.check_refused(run("--fixture", self.folder / "bad.json"), "UTF-8")
+
+    def test_values_of_options(self) -> None:
+        """Before anything is printed."""
+        for options, word in ((("--page-size", 0), "page_size"), (("--page-size", -3), "page_size"),
+                              (("--page-size", 10**30), "page_size"), (("--num-pages", 0), "num_pages"),
+                              (("--num-pages", 2**40), "num_pages"), (("--budget", 0), "budget_tokens"),
+                              (("--max-running", 0), "max_running"), (("--seed", -1), "seed"),
+                              (("--policy", "lifo"), "'fcfs'"), (("--batching", "dynamic"), "'static'")):
+            with self.subTest(options=options):
+                result = run("--fixture", self.file, *options)
+                self.check_refused(result, word)
+                self.assertEqual((result.out, run("--fixture", self.file, "--manifest-only", *options)), ("", result))
+        self.check_refused(run("--fixture", self.file, "--backend", "gpu"), "'gpu'", "'cpu'")
+        self.check_refused(run("--fixture", self.file, "--timeline", self.folder), "cannot write the timeline")
+
+    def test_what_argparse_refuses(self) -> None:
+        for options in ([], ["--fixture"], ["--fixture", "x", "--checkpoint", "y"], ["--fixture", "x", "--frobnicate"],
+                        ["--fixture", "x", "--page-size", "4.5"], ["--fixture", "x", "--quantization", "int2"]):
+            with self.subTest(options=options):
+                result = run(*options)
+                self.assertEqual((result.code, result.out), (2, ""))
+                self.assertIn("error:", result.err.splitlines()[-1])
+
+    def test_what_the_machine_refuses(self) -> None:
+        """No memory for so many pages; a disk that is full; a pipe whose reader has gone."""
+        with mock.patch.object(driver.InferenceEngine, "from_scenario", side_effect=MemoryError):
+            self.check_refused(run("--fixture", self.file), "memory")
+        for error, code in ((OSError(28, "No space left on device"), 2), (BrokenPipeError(32, "Broken pipe"), 0)):
+            with mock.patch.object(driver, "play", side_effect=error):
+                result = run("--fixture", self.file, "--quiet")
+            self.assertEqual(result.code, code)
+            self.assertEqual(result.err, f"error: {error}\n" if code else "")
+
+    def test_an_interrupt_leaves_a_timeline_that_can_be_read(self) -> None:
+        def interrupted(engine: InferenceEngine, scenario: Scenario) -> Any:
+            yield from [step for step, _ in zip(play(engine, scenario), range(2))]
+            raise KeyboardInterrupt
+
+        with mock.patch.object(driver, "play", interrupted):
+            result = run("--fixture", self.file, "--timeline", self.folder / "run.jsonl")
+        self.assertEqual((result.code, result.err), (130, "interrupted\n"))
+        self.assertEqual(read_timeline(self.folder / "run.jsonl")[-1]["event"], "token")
+
+
+class CheckpointTest(Case):
+    """A llama2.c model of the smallest kind, whose vocabulary is the bytes and a few letters."""
+
+    PIECES = ("<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), " ", *"abcdefgh")
+    MODEL = ModelConfig(vocab_size=len(PIECES), width=8, layers=1, heads=2, kv_heads=1, ffn_width=6, max_context=64,
+                        **UNSAID)
+
+    def setUp(self) -> None:
+        super().setUp()
+        write_llama2c(self.folder / "model.bin", self.MODEL, seeded_weights(self.MODEL, 3))
+        pieces = b"".join(struct.pack("<fi", 0.0, len(piece)) + piece.encode() for piece in self.PIECES)
+        (self.folder / "tokenizer.bin").write_bytes(struct.pack("<i", 6) + pieces)
+
+    def texts(self, prompts: list[str], max_tokens: int) -> dict[str, str]:
+        """What the engine makes of the prompts."""
+        with InferenceEngine.from_checkpoint(self.folder, "cpu") as engine:
+            given = [engine.tokenizer.encode(prompt, bos=True) for prompt in prompts]
+            tokens = engine.generate(given, max_tokens)
+            return {f"prompt-{i}": engine.tokenizer.decode([*before, *after])
+                    for i, (before, after) in enumerate(zip(given, tokens), start=1)}
+
+    def test_one_prompt_is_streamed(self) -> None:
+        result = run("--checkpoint", self.folder, "--prompt", "abc", "--max-tokens", 12)
+        self.assertEqual((result.code, result.err), (0, ""))
+        self.assertTrue(result.out.startswith(self.texts(["abc"], 12)["prompt-1"] + "\n\ntime to first token"))
+
+    def test_several_prompts_are_served_together(self) -> None:
+        options = ("--checkpoint", self.folder / "model.bin", "--prompt", "abc", "--prompt", "h", "--max-tokens", 9)
+        wanted = self.texts(["abc", "h"], 9)
+        result = run(*options)
+        self.assertEqual((result.code, result.err), (0, ""))
+        self.assertIn("".join(f"--- {name}\n{text}\n" for name, text in wanted.items()), result.out)
+        document = strict_json(run(*options, "--json").out)
+        self.assertEqual(document["texts"], wanted)
+        self.assertEqual(document["metrics"]["finished"]["length"] + document["metrics"]["finished"]["stop"], 2)
+
+    def test_engine_options_and_the_timeline(self) -> None:
+        timeline = self.folder / "run.jsonl"
+        result = run("--checkpoint", self.folder, "--max-tokens", 5, "--page-size", 2, "--budget", 3, "--quantization",
+                     "int8", "--temperature", 0.7, "--top-p", 0.9, "--timeline", timeline, "--quiet")
+        self.assertEqual(result, Run(0, "", ""))
+        header, *events = read_timeline(timeline)
+        self.assertEqual((header["settings"]["page_size"], header["settings"]["budget_tokens"]), (2, 3))
+        self.assertEqual((header["quantization"]["bits"], header["backend"]), (8, "cpu"))
+        self.assertEqual(events[-1]["event"], "finish")
+
+    def test_bad_input(self) -> None:
+        for path in (self.folder / "nothing", self.file):
+            self.check_refused(run("--checkpoint", path))
+        for options in (("--max-tokens", -1), ("--max-tokens", 9999), ("--temperature", "nan"), ("--temperature", -1),
+                        ("--top-p", 1.5), ("--page-size", 0), ("--backend", "gpu")):
+            with self.subTest(options=options):
+                self.check_refused(run("--checkpoint", self.folder, "--prompt", "abc", *options))
+
+
+class ProgramTest(Case):
+    """As a program of its own, from a folder that is not the project's."""
+
+    def start(self, *arguments: object, **further: Any) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, **further.pop("environment", {})}
+        return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, cwd=self.folder, check=False,
+                              text=True, env=environment, encoding=further.get("encoding", "utf-8"))
+
+    def test_exit_codes_and_any_working_directory(self) -> None:
+        program = ROOT / "starter" / "driver.py"
+        for arguments, code in ((["--fixture", "scenario.json"], 0), (["--fixture", self.wrong()], 1),
+                                (["--fixture", "nothing.json"], 2), (["--frobnicate"], 2)):
+            with self.subTest(arguments=arguments):
+                result = self.start(program, *arguments)
+                self.assertEqual(result.returncode, code, result.stderr)
+                self.assertNotIn("Traceback", result.stderr)
+                self.assertEqual(bool(result.stderr), code == 2)
+
+    def test_a_console_that_knows_only_ascii(self) -> None:
+        """The golden run spells 世, é and €."""
+        environment = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+        for further in ((), ("--json",)):
+            result = self.start(ROOT / "starter" / "driver.py", "--fixture", "scenario.json", *further,
+                                environment=environment, encoding="ascii")
+            self.assertEqual((result.returncode, result.stderr), (0, ""))
+        self.assertRegex(run("--fixture", self.file).out, "[世é€]")
+
+    def test_as_a_module(self) -> None:
+        result = self.start("-m", "starter.driver", "--fixture", "scenario.json", "--manifest-only", "--json",
+                            environment={"PYTHONPATH": str(ROOT)})
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        self.assertEqual(strict_json(result.stdout), SCENARIO.to_dict())
+
+    @unittest.skipUnless(os.name == "posix", "closed pipes and full disks look like this on POSIX systems")
+    def test_standard_output_that_takes_no_more(self) -> None:
+        for further in ((), ("--json",)):
+            command = [sys.executable, ROOT / "starter" / "driver.py", "--fixture", self.file, *further]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+                process.stdout.close()  # as `| head -1` does
+                self.assertEqual((process.wait(), process.stderr.read()), (0, ""))
+            if Path("/dev/full").exists():
+                with open("/dev/full", "w", encoding="utf-8") as full:
+                    done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+                self.check_refused(Run(done.returncode, "", done.stderr), "No space left")
+
+
+if __name__ == "__main__":
+    unittest.main()
