@@ -3,7 +3,8 @@
     python3 starter/driver.py --fixture fixtures/tiny_model.json
     python3 starter/driver.py --checkpoint MODEL --prompt "Once upon a time" --max-tokens 64
 
-Exit code 0: all went well and the output equals the golden tokens. 1: it differs. 2: bad input, said in one line.
+Exit code 0: all went well and the output equals the golden tokens. 1: it differs, or a prompt could not be finished.
+2: bad input, said in one line.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from starter.loading import quantization_config
 from starter.play import play, tokens_of
 from starter.schema import QuantizationConfig, SamplingParams, Scenario, TokenEvent, load_scenario
 from starter.show import StepPrinter, print_manifest, print_metrics, print_results
+from starter.streams import sample_id
 from starter.timeline import VirtualClock
 
 EXIT_OK, EXIT_DIFFERS, EXIT_BAD_INPUT = 0, 1, 2
@@ -72,7 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="continue this; may be given several times")
     prompts.add_argument("--max-tokens", type=int, default=64, metavar="N")
     prompts.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
-    prompts.add_argument("--top-p", type=float, default=1.0)
+    prompts.add_argument("--top-k", type=int, default=0, help="sample among the K likeliest; 0: among all")
+    prompts.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest that add up to P")
+    prompts.add_argument("--n", type=int, default=1, help="samples of each prompt; they share its pages")
+    prompts.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the text before this")
     engine = parser.add_argument_group("engine (the default is what the scenario says)")
     engine.add_argument("--backend", default="cpu", help="cpu, numpy or auto")
     engine.add_argument("--quantization", choices=("none", "int8", "int4"), help="of the weights")
@@ -81,8 +86,11 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--num-pages", type=int, metavar="N")
     engine.add_argument("--budget", type=int, metavar="TOKENS", dest="budget_tokens", help="tokens computed in a step")
     engine.add_argument("--max-running", type=int, metavar="N", help="requests admitted at a time")
-    engine.add_argument("--policy", help="fcfs")
+    engine.add_argument("--policy", help="fcfs, priority, shortest or prefill-first")
     engine.add_argument("--batching", help="continuous, static or none")
+    engine.add_argument("--preemption", help="recompute or swap")
+    engine.add_argument("--host-pages", type=int, metavar="N", help="pages to swap to")
+    engine.add_argument("--prefix-sharing", action="store_const", const=True, help="share pages of equal beginnings")
     engine.add_argument("--no-cache", action="store_true", help="recompute the whole context for every token")
     engine.add_argument("--seed", type=int, help="of the sampling generators")
     engine.add_argument("--clock", choices=("real", "virtual"), default="real", help="virtual: a step lasts one second")
@@ -101,7 +109,8 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     for flag in ("trace", "report"):
         if getattr(options, flag):
             raise SchemaError(f"--{flag} is not part of this version; --timeline writes the same events as JSON lines")
-    names = ("page_size", "num_pages", "budget_tokens", "max_running", "policy", "batching", "seed")
+    names = ("page_size", "num_pages", "budget_tokens", "max_running", "policy", "batching", "preemption", "host_pages",
+             "prefix_sharing", "seed")
     settings = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.kv_quantization:
         settings["kv_quantization"] = None if options.kv_quantization == "none" else options.kv_quantization
@@ -199,46 +208,56 @@ def run_prompts(options: argparse.Namespace, console: Console) -> int:
                                              quantization=_quantization(options, None), **settings)
     console.progress("")
     with engine, _timeline(engine, options):
-        sampling = SamplingParams(temperature=options.temperature, top_p=options.top_p)
-        prompts = options.prompt or [""]
-        ids = [engine.submit(engine.tokenizer.encode(prompt, bos=True), options.max_tokens,
-                             request_id=f"prompt-{i}", sampling=sampling) for i, prompt in enumerate(prompts, start=1)]
-        texts = dict(zip(ids, prompts))
-        if len(ids) == 1:
-            _stream_one(engine, ids[0], prompts[0], texts, console)
-        else:
-            _stream_many(engine, ids, texts, console)
+        sampling = SamplingParams(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
+                                  n=options.n, stop=options.stop)
+        prompts = {f"prompt-{i}": prompt for i, prompt in enumerate(options.prompt or [""], start=1)}
+        for request_id, prompt in prompts.items():
+            engine.submit(engine.tokenizer.encode(prompt, bos=True), options.max_tokens, request_id=request_id,
+                          sampling=sampling)
+        texts = {sample_id(request_id, number): prompt
+                 for request_id, prompt in prompts.items() for number in range(options.n)}
+        failures = _stream_one(engine, texts, console) if len(texts) == 1 else _stream_many(engine, texts, console)
         metrics = engine.metrics()
     if options.json:
-        print_json({"texts": texts, "metrics": metrics.to_dict()})
+        print_json({"texts": texts, "failures": failures, "metrics": metrics.to_dict()})
     else:
         print_metrics(metrics, options.clock, console)
-    return EXIT_OK
+    for name, failure in failures.items():
+        Console(sys.stderr).line(f"error: {name} did not finish: {failure}")
+    return EXIT_DIFFERS if failures else EXIT_OK
 
 
-def _stream_one(engine: InferenceEngine, request_id: str, prompt: str, texts: dict[str, str], console: Console) -> None:
+def _stream_one(engine: InferenceEngine, texts: dict[str, str], console: Console) -> dict[str, str]:
+    """The text as it comes; returns failures by name."""
+    [(name, prompt)] = texts.items()
     console.write(prompt)
-    for event in engine.stream(request_id):
-        texts[request_id] += event.text
+    failures = {}
+    for event in engine.stream(name):
+        texts[name] += event.text
         console.write(event.text)
+        if event.error:
+            failures[name] = event.error
     console.line()
+    return failures
 
 
-def _stream_many(engine: InferenceEngine, ids: list[str], texts: dict[str, str], console: Console) -> None:
+def _stream_many(engine: InferenceEngine, texts: dict[str, str], console: Console) -> dict[str, str]:
     """All at once: a progress line while they run, then each text whole, so that they do not mix."""
-    live = list(ids)
-    while live:
+    failures = {}
+    while live := engine.active:
         engine.step()
-        for request_id in list(live):
+        for request_id in live:
             for event in engine.poll(request_id):
-                texts[request_id] += event.text
-                if event.finish_reason:
-                    live.remove(request_id)
-        console.progress(f"{len(live)} of {len(ids)} requests run, step {engine.steps}")
+                name = sample_id(request_id, event.sample)
+                texts[name] += event.text
+                if event.error:
+                    failures[name] = event.error
+        console.progress(f"{len(engine.active)} requests run, step {engine.steps}")
     console.progress("")
-    for request_id in ids:
-        console.line(f"--- {request_id}")
-        console.line(texts[request_id])
+    for name, text in texts.items():
+        console.line(f"--- {name}")
+        console.line(text)
+    return failures
 
 
 def print_json(document: object) -> None:

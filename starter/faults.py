@@ -96,11 +96,17 @@ class FaultInjector:
             if isinstance(fault, AbnormalRelease) and fault.step == step:
                 self._release(fault)
             elif isinstance(fault, MemoryCut) and fault.step == step:
-                self._fire(fault)
-                pages = min(fault.pages, self._kv.free_pages)
-                self._held[fault] = self._kv.allocate("(memory cut)", pages * self._kv.page_size)
+                self._cut(fault)
             elif isinstance(fault, MemoryCut) and fault.until == step and fault in self._held:
                 self._kv.release(self._held.pop(fault))
+
+    def _cut(self, fault: MemoryCut) -> None:
+        pages = min(fault.pages, self._kv.free_pages)
+        try:
+            self._held[fault] = self._kv.allocate("(memory cut)", pages * self._kv.page_size)
+        except OutOfPagesError:  # refused on purpose, like anybody's: the two faults cancel each other
+            return
+        self._fire(fault)
 
     def _release(self, fault: AbnormalRelease) -> None:
         try:

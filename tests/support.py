@@ -1,9 +1,10 @@
-"""A tiny model, engines over it, backends that fail on command: shared by the tests and by scripts/fuzz.py."""
+"""A tiny model, engines over it, and a backend that fails on command: shared by the tests of the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache
 from math import nan
 
 from starter.cpu_backend import CpuBackend
@@ -65,24 +66,41 @@ def make_engine(backend: CpuBackend | None = None, **settings: object) -> Infere
     return InferenceEngine(loaded, EngineSettings().override(settings), VirtualClock())
 
 
-@lru_cache(maxsize=None)
+@cache
 def oracle(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     """Greedy tokens without a cache, a batch or a page."""
     return reference_generate(HEALTHY.model, prompt, max_tokens)
 
 
-@lru_cache(maxsize=None)
-def solo(prompt: tuple[int, ...], max_tokens: int, sampling: SamplingParams = SamplingParams(),
-         stop_tokens: tuple[int, ...] = (), request_id: str = "solo") -> Outcome:
-    """What a request yields alone, its prompt computed in one piece, in one page that holds everything."""
-    engine = make_engine(page_size=CONTEXT, num_pages=1, budget_tokens=CONTEXT)
-    engine.submit(prompt, max_tokens, request_id=request_id, sampling=sampling, stop_tokens=stop_tokens)
-    return outcome(engine.stream(request_id))
+@dataclass(frozen=True)
+class Ask:
+    """A request to be: what ``submit`` is given."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    stop_tokens: tuple[int, ...] = ()
+    priority: int = 0
+
+    def submit(self, engine: InferenceEngine, request_id: str) -> None:
+        """Submit it."""
+        engine.submit(self.prompt, self.max_tokens, request_id=request_id, sampling=self.sampling,
+                      priority=self.priority, stop_tokens=self.stop_tokens)
 
 
-def outcome(events: Iterable[TokenEvent]) -> Outcome:
-    """The tokens and logprobs of events, to be compared bit by bit."""
-    return tuple((event.token, event.logprob) for event in events if event.token is not None)
+@cache
+def solo(ask: Ask, request_id: str = "solo") -> tuple[Outcome, ...]:
+    """What each sample of a request yields alone, the prompt computed in one piece, with room for everything."""
+    engine = make_engine(page_size=CONTEXT, num_pages=ask.sampling.n, budget_tokens=CONTEXT)
+    ask.submit(engine, request_id)
+    events = list(engine.stream(request_id))
+    return tuple(outcome(events, number) for number in range(ask.sampling.n))
+
+
+def outcome(events: Iterable[TokenEvent], number: int = 0) -> Outcome:
+    """The tokens and logprobs of a sample's events, to be compared bit by bit."""
+    return tuple((event.token, event.logprob) for event in events
+                 if event.token is not None and event.sample == number)
 
 
 def prompt_of(generator, length: int) -> tuple[int, ...]:

@@ -1,13 +1,14 @@
-"""From logits to a token: every edge in the module's table, the distribution, adjustments, logprobs, generators."""
+"""From logits to a token: every edge in the module's table, the distribution, adjustments, logprobs, draws."""
 
 from __future__ import annotations
 
 import random
 import unittest
+from itertools import pairwise
 from math import exp, fsum, inf, log, nan
 
 from starter.errors import BackendError, RequestError
-from starter.sampling import Choice, adjust, kept_tokens, sample, sample_generator
+from starter.sampling import Choice, Draws, adjust, kept_tokens, sample
 from starter.schema import SamplingParams
 
 LOGITS = [0.5, 2.0, -1.0, 2.0, 1.25, -3.0, 0.0, 1.9]
@@ -16,13 +17,13 @@ SIZE = len(LOGITS)
 
 
 def draw(logits, seed=0, **params) -> int:
-    return sample(logits, SamplingParams(**params), random.Random(seed)).token
+    return sample(logits, SamplingParams(**params), Fresh(seed)).token
 
 
 def drawn(logits, draws=300, **params) -> set[int]:
     """Tokens that occur in many draws."""
-    generator, params = random.Random(1), SamplingParams(**params)
-    return {sample(logits, params, generator).token for _ in range(draws)}
+    fresh, params = Fresh(1), SamplingParams(**params)
+    return {sample(logits, params, fresh).token for _ in range(draws)}
 
 
 def exact(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> dict[int, float]:
@@ -45,15 +46,26 @@ def logprob(token: int) -> float:
     return LOGITS[token] - log(fsum(map(exp, LOGITS)))
 
 
-class Stuck(random.Random):
-    """A generator whose every number is the same."""
+class Stuck(Draws):
+    """Random numbers that are all the same."""
 
     def __init__(self, number: float) -> None:
-        super().__init__(0)
         self.number = number
 
     def random(self) -> float:
         return self.number
+
+
+class Fresh(Draws):
+    """Random numbers of which none is ever drawn twice, though nobody accepts them."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(SamplingParams(seed=seed), "r", 0, 0)
+
+    def random(self) -> float:
+        number = super().random()
+        self.accept()
+        return number
 
 
 class Edges(unittest.TestCase):
@@ -114,9 +126,9 @@ class Edges(unittest.TestCase):
                     self.assertIn(sample(logits, params, Stuck(number)).token, allowed)
 
     def test_parameters_out_of_range_are_refused(self) -> None:
-        for name, wrongs in (("temperature", (-1.0, nan, inf, -5e-324, True, "1", None)), ("top_k", (-1, 1.0, True, "1")),
-                             ("top_p", (-0.1, 1.0000001, nan, True)), ("min_p", (-0.1, 1.1, nan)),
-                             ("seed", (-1, 1.5, True, "7")),
+        for name, wrongs in (("temperature", (-1.0, nan, inf, -5e-324, True, "1", None)),
+                             ("top_k", (-1, 1.0, True, "1")), ("top_p", (-0.1, 1.0000001, nan, True)),
+                             ("min_p", (-0.1, 1.1, nan)), ("seed", (-1, 1.5, True, "7")),
                              ("repetition_penalty", (0.0, -1.0, nan, 101.0)), ("presence_penalty", (101.0, nan)),
                              ("frequency_penalty", (-101.0, True)), ("min_tokens", (-1, 1.0)), ("n", (0, 65, True)),
                              ("ignore_eos", (1, "yes")), ("logprobs", (-1, True, 2.0)),
@@ -137,10 +149,10 @@ class Distribution(unittest.TestCase):
             with self.subTest(case=case):
                 params = SamplingParams(**{"temperature": 1.0, **case})
                 probabilities = exact(LOGITS, **{"temperature": 1.0, **case})
-                generator, draws = random.Random(7), 4000
+                fresh, draws = Fresh(7), 4000
                 counts = dict.fromkeys(range(SIZE), 0)
                 for _ in range(draws):
-                    counts[sample(LOGITS, params, generator).token] += 1
+                    counts[sample(LOGITS, params, fresh).token] += 1
                 self.assertLessEqual({token for token, count in counts.items() if count}, set(probabilities))
                 distance = sum((counts[token] - draws * p) ** 2 / (draws * p) for token, p in probabilities.items())
                 self.assertLess(distance, 40)
@@ -161,25 +173,25 @@ class Distribution(unittest.TestCase):
 
     def test_logprob_is_that_of_temperature_1_without_filters(self) -> None:
         for params in (SamplingParams(), SamplingParams(0.1), SamplingParams(3.0, top_k=2)):
-            choice = sample(LOGITS, params, random.Random(3))
+            choice = sample(LOGITS, params, Fresh(3))
             self.assertAlmostEqual(choice.logprob, logprob(choice.token), places=12)
-        self.assertEqual(sample([5.0], SamplingParams(), random.Random(0)), Choice(0, 0.0))
-        self.assertEqual(sample([1e308, -1e308], SamplingParams(), random.Random(0)), Choice(0, 0.0))
-        self.assertAlmostEqual(sample([-1e5] * 4, SamplingParams(), random.Random(0)).logprob, -log(4.0))
+        self.assertEqual(sample([5.0], SamplingParams(), Fresh()), Choice(0, 0.0))
+        self.assertEqual(sample([1e308, -1e308], SamplingParams(), Fresh()), Choice(0, 0.0))
+        self.assertAlmostEqual(sample([-1e5] * 4, SamplingParams(), Fresh()).logprob, -log(4.0))
 
     def test_the_likeliest_tokens_and_the_chosen_one(self) -> None:
         """K078, K079"""
         ranking = [1, 3, 7, 4, 0, 6, 2, 5]  # of equals, the lower token first
-        self.assertEqual(sample(LOGITS, SamplingParams(), random.Random(0)).top_logprobs, ())
+        self.assertEqual(sample(LOGITS, SamplingParams(), Fresh()).top_logprobs, ())
         for number in range(SIZE + 1):
             params = SamplingParams(logprobs=number, logit_bias={5: 100.0})
-            choice = sample(LOGITS, params, random.Random(0))
+            choice = sample(LOGITS, params, Fresh())
             self.assertEqual(choice.token, 5)
             tokens = [token for token, _ in choice.top_logprobs]
             self.assertEqual(tokens, ranking[:number] + ([5] if number < SIZE else []))
             for token, value in choice.top_logprobs:
                 self.assertAlmostEqual(value, logprob(token), places=12)  # of the model alone: no bias
-        choice = sample([0.0, -inf, 1.0], SamplingParams(logprobs=3, top_k=1), random.Random(0))
+        choice = sample([0.0, -inf, 1.0], SamplingParams(logprobs=3, top_k=1), Fresh())
         self.assertEqual([token for token, _ in choice.top_logprobs], [2, 0])  # no infinity, which JSON cannot write
 
 
@@ -211,11 +223,11 @@ class Adjusted(unittest.TestCase):
             expected = [-inf, 1.0, -inf] if count < 3 else [2.0, 1.0, 3.0]
             self.assertEqual(self.adjusted([2.0, 1.0, 3.0], [1], [1] * count, [0, 2], min_tokens=3), expected)
         with self.assertRaisesRegex(BackendError, "adjusted"):
-            sample([2.0, 1.0], SamplingParams(min_tokens=1), random.Random(0), [0], [], [0, 1])
+            sample([2.0, 1.0], SamplingParams(min_tokens=1), Fresh(), [0], [], [0, 1])
 
     def test_an_overflow_is_an_error(self) -> None:
         with self.assertRaisesRegex(BackendError, "adjusted"):
-            sample([1e308, 0.0], SamplingParams(repetition_penalty=0.01), random.Random(0), [0])
+            sample([1e308, 0.0], SamplingParams(repetition_penalty=0.01), Fresh(), [0])
 
     def test_order(self) -> None:
         """Bias, then repetition, then presence and frequency: (2 + 4) / 2 - 1 - 0.5."""
@@ -223,38 +235,48 @@ class Adjusted(unittest.TestCase):
                                        presence_penalty=1.0, frequency_penalty=0.5)[0], 1.5)
 
 
-class Generators(unittest.TestCase):
+class RandomNumbers(unittest.TestCase):
+    def numbers(self, name: str, seed: int | None, engine_seed: int, number: int = 0) -> list[float]:
+        draws, taken = Draws(SamplingParams(1.0, seed=seed), name, number, engine_seed), []
+        for _ in range(3):
+            taken.append(draws.random())
+            draws.accept()
+        return taken
+
     def test_one_number_for_a_sampled_token_none_for_a_greedy_one(self) -> None:
         for params, numbers in ((SamplingParams(), 0), (SamplingParams(1.0), 1), (SamplingParams(1.0, top_k=1), 1)):
-            used, fresh = random.Random(5), random.Random(5)
+            used, fresh = Fresh(5), Fresh(5)
             sample(LOGITS, params, used)
             for _ in range(numbers):
                 fresh.random()
-            self.assertEqual(used.getstate(), fresh.getstate())
+            self.assertEqual(used.random(), fresh.random())
 
-    def test_a_generator_depends_on_its_request_alone(self) -> None:
+    def test_a_number_is_drawn_again_until_it_is_accepted(self) -> None:
+        draws = Draws(SamplingParams(1.0, seed=3), "r", 0, 0)
+        params = SamplingParams(3.0)
+        tokens = []
+        for _ in range(20):
+            tokens.append({sample(LOGITS, params, draws).token for _ in range(3)})
+            draws.accept()
+        self.assertTrue(all(len(choices) == 1 for choices in tokens))
+        self.assertGreater(len(set.union(*tokens)), 3)
+
+    def test_they_depend_on_the_seed_or_the_engine_and_the_id_and_on_the_sample_alone(self) -> None:
         """K073"""
-        def numbers(name: str, seed: int | None, engine_seed: int, number: int = 0) -> list[float]:
-            generator = sample_generator(SamplingParams(1.0, seed=seed), name, number, engine_seed)
-            return [generator.random() for _ in range(3)]
-
         for number in range(3):
-            self.assertEqual(numbers("a", 42, 0, number), numbers("b", 42, 1, number))
-            self.assertEqual(numbers("a", None, 5, number), numbers("a", None, 5, number))
-        streams = [numbers("a", 42, 0), numbers("a", 43, 0), numbers("a", None, 0), numbers("a", None, 1),
-                   numbers("b", None, 0), numbers("a", 0, 0),
-                   *[numbers("a", seed, 0, number) for seed in (42, None) for number in (1, 2)]]
+            self.assertEqual(self.numbers("a", 42, 0, number), self.numbers("b", 42, 1, number))
+            self.assertEqual(self.numbers("a", None, 5, number), self.numbers("a", None, 5, number))
+        streams = [self.numbers(*case) for case in (
+            ("a", 42, 0), ("a", 43, 0), ("a", 0, 0), ("a", None, 0), ("a", None, 1), ("b", None, 0), ("a", 42, 0, 1),
+            ("a", 42, 0, 2), ("a", None, 0, 1), ("a", None, 0, 2))]
         self.assertEqual(len({first for first, *_ in streams}), len(streams))
 
-    def test_neighbouring_seeds_and_ids_are_unrelated(self) -> None:
+    def test_neighbouring_seeds_ids_and_samples_are_unrelated(self) -> None:
         """K075: the first numbers of 2000 neighbours fill ten bins evenly, and so do the differences of neighbours."""
-        generators = {
-            "seed": [sample_generator(SamplingParams(1.0, seed=i), "r", 0, 0) for i in range(2000)],
-            "id": [sample_generator(SamplingParams(1.0), f"r{i}", 0, 0) for i in range(2000)],
-            "sample": [sample_generator(SamplingParams(1.0, seed=7), "r", i, 0) for i in range(2000)]}
-        for kind, made in generators.items():
-            first = [generator.random() for generator in made]
-            steps = [(b - a) % 1.0 for a, b in zip(first, first[1:])]
+        for kind, first in (("seed", [self.numbers("r", i, 0)[0] for i in range(2000)]),
+                            ("id", [self.numbers(f"r{i}", None, 0)[0] for i in range(2000)]),
+                            ("sample", [self.numbers("r", 7, 0, i)[0] for i in range(2000)])):
+            steps = [(b - a) % 1.0 for a, b in pairwise(first)]
             for numbers in (first, steps):
                 bins = [sum(int(number * 10) == i for number in numbers) for i in range(10)]
                 self.assertLess(sum((count - 200) ** 2 / 200 for count in bins), 45, kind)

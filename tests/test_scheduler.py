@@ -401,7 +401,7 @@ class Fairness(unittest.TestCase):
                     if len(watch.lives) < 25:
                         watch.submit(request(f"r{step}", dice.choice((1, 2, 20)), dice.randint(1, 8)))
                     watch.step(dice.randint(1, 4))
-                watch.drain(lambda: dice.randint(1, 4))
+                watch.drain(lambda dice=dice: dice.randint(1, 4))
 
 
 class Preemption(unittest.TestCase):
@@ -682,7 +682,8 @@ class Ends(unittest.TestCase):
             slots = page_size * pages
             for prompt in (1, page_size, slots):
                 watch = Watch(self, ContinuousBatchScheduler(kv=KVCacheManager(pages, page_size)))
-                with self.assertRaisesRegex(CapacityError, f"need {pages + 1} pages of {page_size}; the pool has {pages}"):
+                account = f"need {pages + 1} pages of {page_size}; the pool has {pages}"
+                with self.assertRaisesRegex(CapacityError, account):
                     watch.submit(request("big", prompt, slots - prompt + 2))
                 self.assertTrue(watch.scheduler.idle)
                 watch.submit(request("fits", prompt, slots - prompt + 1))
