@@ -40,7 +40,9 @@ def wrong_samples(document: Path, text: str) -> list[str]:
         run = subprocess.run(arguments, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
         printed = iter(line.rstrip() for line in (run.stdout + run.stderr).splitlines())
         lines = [line.rstrip() for line in sample.splitlines() if line.strip() not in ("", "...")]
-        problems += [f"{document.name}: `{command}` does not print: {line}" for line in lines if line not in printed]
+        missing = next((line for line in lines if line not in printed), None)
+        if missing is not None:
+            problems.append(f"{document.name}: `{command}` does not print: {missing}")
     return problems
 
 

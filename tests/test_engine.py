@@ -1,15 +1,14 @@
-"""The service: batch equals solo bit by bit, streams, cancels, ids, failures, metrics."""
+"""The service: batch equals solo bit by bit, events, cancels, ids, samples, failures, threads."""
 
 from __future__ import annotations
 
 import random
 import unittest
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, product
 from math import exp, fsum, log, nan
-from threading import Thread
-from typing import NamedTuple
+from threading import Event, Thread
 
 from starter.engine import InferenceEngine
 from starter.errors import (
@@ -17,51 +16,36 @@ from starter.errors import (
     CapacityError,
     DuplicateRequestError,
     EngineError,
+    QueueFullError,
     RequestError,
     SchemaError,
     UnknownRequestError,
 )
-from starter.play import play, tokens_of
+from starter.policies import POLICIES
 from starter.reference import reference_logits
 from starter.scheduler import REFUSAL_LIMIT
-from starter.schema import (
-    CharacterVocabulary,
-    EngineSettings,
-    Request,
-    SamplingParams,
-    Scenario,
-    ScenarioEvent,
-    SeededWeights,
-    TokenEvent,
-)
-from starter.timeline import VirtualClock
-from support import CONFIG, CONTEXT, HEALTHY, VOCABULARY, FaultyBackend, make_engine, oracle, outcome, prompt_of, solo
-
-
-class Ask(NamedTuple):
-    """A request to be: what ``submit`` is given."""
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    sampling: SamplingParams = SamplingParams()
-    stop_tokens: tuple[int, ...] = ()
-
+from starter.schema import SamplingParams, TokenEvent
+from support import CONFIG, CONTEXT, HEALTHY, VOCABULARY, Ask, FaultyBackend, make_engine, oracle, outcome, prompt_of, solo
 
 FIVE = {"a": Ask((3, 1, 4), 6), "b": Ask((1,), 9), "c": Ask((2, 7, 1, 8, 2, 8, 1, 8), 5), "d": Ask((5, 5), 1),
         "e": Ask((9, 9, 9, 9), 7)}
 TIGHT = {"page_size": 2, "num_pages": 9, "budget_tokens": 6, "max_running": 4}  # five in here need preemption
 ROOMY = {"page_size": 4, "num_pages": 64, "budget_tokens": 8, "max_running": 8}
-POISON = 19  # a token that no prompt above holds
+SERVINGS: Sequence[dict[str, object]] = (
+    {}, {"prefix_sharing": True}, {"preemption": "swap"}, {"preemption": "swap", "prefix_sharing": True},
+    {"preemption": "swap", "host_pages": 3}, *({"policy": policy} for policy in POLICIES if policy != "fcfs"))
+POISON = 19  # no prompt above holds this token
+HEALTHY_FIVE = {name: ask for name, ask in FIVE.items() if POISON not in oracle(ask.prompt, ask.max_tokens)}
 
 
 class Case(unittest.TestCase):
     def submit(self, engine: InferenceEngine, asks: Mapping[str, Ask]) -> None:
         for name, ask in asks.items():
-            engine.submit(ask.prompt, ask.max_tokens, request_id=name, sampling=ask.sampling,
-                          stop_tokens=ask.stop_tokens)
+            ask.submit(engine, name)
 
-    def check_events(self, events: Sequence[TokenEvent], reasons: Iterable[str]) -> None:
-        """Indices 0, 1, 2, ... once each; one terminal event, the last."""
+    def check_events(self, events: Sequence[TokenEvent], reasons: Iterable[str], number: int = 0) -> None:
+        """Of a sample: indices 0, 1, 2, ... once each; one last event with a reason, and nothing after it."""
+        events = [event for event in events if event.sample == number]
         self.assertIn(events[-1].finish_reason, reasons)
         self.assertTrue(all(event.finish_reason is None and event.token is not None for event in events[:-1]))
         self.assertEqual([event.index for event in events], list(range(len(events))))
@@ -71,19 +55,20 @@ class Case(unittest.TestCase):
         """Run to the end: tokens equal solo bit by bit; those of the failed are a beginning of it; all is given back."""
         engine.run()
         for name, ask in asks.items():
-            events, expected = engine.poll(name), solo(*ask, request_id=name)
-            if name in failed:
-                self.check_events(events, ("cancelled", "error"))
-                self.assertEqual(outcome(events), expected[:len(outcome(events))], name)
-            else:
-                self.check_events(events, ("length", "stop"))
-                self.assertEqual(outcome(events), expected, name)
+            self.check_ask(engine.poll(name), name, ask, name in failed)
         self.check_empty(engine)
+
+    def check_ask(self, events: Sequence[TokenEvent], name: str, ask: Ask, failed: bool = False) -> None:
+        for number, expected in enumerate(solo(ask, name)):
+            got = outcome(events, number)
+            self.check_events(events, ("cancelled", "error") if failed else ("length", "stop"), number)
+            self.assertEqual(got, expected[:len(got)] if failed else expected, f"{name}, sample {number}")
 
     def check_empty(self, engine: InferenceEngine) -> None:
         engine.kv.check()
         self.assertEqual((engine.kv.free_pages, engine.active), (engine.kv.total_pages, ()))
-        self.assertFalse(engine._streams)  # the request table is empty too: K001, K003
+        self.assertEqual(engine.kv.free_host_pages, engine.kv.total_host_pages)
+        self.assertFalse(engine._streams or engine._samples)  # the tables of requests are empty too: K001, K003
 
     def picture(self, engine: InferenceEngine) -> object:
         """All that can be observed, the count of refusals aside."""
@@ -98,56 +83,66 @@ class BatchEqualsSolo(Case):
         for seed in range(12):
             with self.subTest(seed=seed):
                 prompt = prompt_of(random.Random(seed), 1 + seed)
-                tokens = solo(prompt, 8)
+                (tokens,) = solo(Ask(prompt, 8))
                 self.assertEqual([token for token, _ in tokens], oracle(prompt, 8))
                 logits = reference_logits(CONFIG, parameters, prompt)
                 self.assertAlmostEqual(tokens[0][1], logits[tokens[0][0]] - log(fsum(map(exp, logits))), places=10)
 
-    def test_random_arrivals_budgets_pages_samplings_and_stops(self) -> None:
-        """K062, K071, K073: alone, batched, chunked, preempted and resumed: the same bits."""
-        preempted = chunked = stopped = 0
-        for seed in range(50):
+    def random_ask(self, dice: random.Random) -> Ask:
+        sampling = dice.choice((
+            SamplingParams(), SamplingParams(), SamplingParams(1.0), SamplingParams(2.0, seed=7),
+            SamplingParams(1.5, top_k=5), SamplingParams(1.5, top_p=0.6, min_p=0.01), SamplingParams(1.2, n=3),
+            SamplingParams(0.8, repetition_penalty=1.5, presence_penalty=0.5, logit_bias={3: 2.0}, n=2),
+            SamplingParams(min_tokens=3, stop="ab", logprobs=2)))
+        prompt = (1, 2, 3, 1, 2, 3)[:dice.randint(0, 6)] + prompt_of(dice, dice.randint(1, 8))
+        return Ask(prompt, dice.randint(1, 12), sampling, prompt_of(dice, dice.choice((0, 0, 2))), dice.randint(-1, 1))
+
+    def test_random_arrivals_budgets_pages_policies_and_samplings(self) -> None:
+        """K012, K062, K071, K073: alone, batched, chunked, preempted and resumed, prefix-shared: the same bits."""
+        preempted = chunked = stopped = found = swapped = 0
+        for seed in range(24):
             with self.subTest(seed=seed):
                 dice = random.Random(seed)
                 page_size = dice.randint(1, 17)
                 engine = make_engine(page_size=page_size, num_pages=-(-25 // page_size) + dice.randint(0, 3),
-                                     budget_tokens=dice.randint(1, 12), max_running=dice.randint(1, 5))
-                samplings = (SamplingParams(), SamplingParams(1.0), SamplingParams(2.0, seed=7),
-                             SamplingParams(1.5, top_k=5), SamplingParams(1.5, top_p=0.6, min_p=0.01))
-                asks = {f"r{i}": Ask(prompt_of(dice, dice.randint(1, 14)), dice.randint(1, 12), dice.choice(samplings),
-                                     prompt_of(dice, dice.choice((0, 0, 2)))) for i in range(7)}
+                                     budget_tokens=dice.randint(1, 12), max_running=dice.randint(1, 5),
+                                     **dice.choice(SERVINGS))
+                asks = {f"r{i}": self.random_ask(dice) for i in range(7)}
                 for name, ask in asks.items():
-                    self.submit(engine, {name: ask})
+                    ask.submit(engine, name)
                     for _ in range(dice.randint(0, 3)):
                         decision = engine.step()
-                        preempted += len(decision.preempted)
+                        engine.kv.check()
                         chunked += any(chunk.start and chunk.phase == "prefill" for chunk in decision.chunks)
-                stopped += sum(len(solo(*ask, request_id=name)) < ask.max_tokens for name, ask in asks.items())
+                stopped += sum(len(solo(ask, name)[0]) < ask.max_tokens for name, ask in asks.items())
                 self.check_outcomes(engine, asks)
                 preempted += engine.metrics().preemptions
-        self.assertGreater(min(preempted, chunked, stopped), 20)  # the test tests what it says
+                found += engine.metrics().found_tokens
+                swapped += engine.kv.stats().swaps_in
+        self.assertGreater(min(preempted, chunked, stopped, found, swapped), 10)  # the test tests what it says
 
     def test_chunks_and_pages_of_every_size(self) -> None:
-        for budget, page_size in product((1, 2, 3, 5, 8, 13), (1, 2, 3, 4, 7, 8, 16, 17)):
+        for budget, page_size in product((1, 2, 3, 5, 8, 13), (1, 2, 3, 4, 8, 17)):
             with self.subTest(budget=budget, page_size=page_size):
                 engine = make_engine(budget_tokens=budget, page_size=page_size)
                 self.submit(engine, FIVE)
                 self.check_outcomes(engine, FIVE)
 
     def test_preemption_at_every_step(self) -> None:
-        """After k steps all free pages are taken from outside for one step: the youngest that runs must go."""
-        preemptions = 0
-        for k in range(1, 16):
-            with self.subTest(k=k):
-                engine = make_engine(page_size=1, num_pages=40, budget_tokens=7)
-                self.submit(engine, FIVE)
-                for _ in range(k):
-                    engine.step()
-                outside = engine.kv.allocate("outside", engine.kv.free_pages)
-                preemptions += len(engine.step().preempted)
-                engine.kv.release(outside)
-                self.check_outcomes(engine, FIVE)
-        self.assertGreater(preemptions, 15)
+        """After k steps all free pages are taken from outside for one step: whoever is last in order must go."""
+        for serving in ({}, {"preemption": "swap"}, {"prefix_sharing": True}):
+            preemptions = 0
+            for k in range(1, 16):
+                with self.subTest(serving=serving, k=k):
+                    engine = make_engine(page_size=1, num_pages=40, budget_tokens=7, **serving)
+                    self.submit(engine, FIVE)
+                    for _ in range(k):
+                        engine.step()
+                    outside = engine.kv.allocate("outside", engine.kv.free_pages)
+                    preemptions += len(engine.step().preempted)
+                    engine.kv.release(outside)
+                    self.check_outcomes(engine, FIVE)
+            self.assertGreater(preemptions, 5)
 
     def test_no_cache_and_other_batchings_give_the_same_tokens(self) -> None:
         for settings in ({"use_cache": False}, {"batching": "static"}, {"batching": "none"},
@@ -156,6 +151,19 @@ class BatchEqualsSolo(Case):
                 engine = make_engine(**{**TIGHT, **settings})
                 self.submit(engine, FIVE)
                 self.check_outcomes(engine, FIVE)
+
+    def test_shared_prefixes(self) -> None:
+        """K013, K021, K026, K040: whole pages in common, submitted together and later, evicted meanwhile."""
+        prompt = (1, 2, 3, 4, 5, 6, 7, 8)
+        for length, num_pages in product((3, 4, 5, 7, 8), (5, 6, 40)):
+            engine = make_engine(page_size=4, num_pages=num_pages, prefix_sharing=True, budget_tokens=40)
+            asks = {f"r{i}": Ask(prompt[:length] + (9,) * (i % 3), 4) for i in range(8)}
+            self.submit(engine, asks)
+            self.submit(engine, {"other": Ask((11,) * 9, 5)})
+            self.check_ask(list(engine.stream("other")), "other", Ask((11,) * 9, 5))
+            self.check_outcomes(engine, asks)
+            self.submit(engine, asks)
+            self.check_outcomes(engine, asks)
 
     def test_numbers_left_in_free_pages_do_no_harm(self) -> None:
         """K066: NaN in every free slot, before the run and again in every step."""
@@ -172,14 +180,14 @@ class BatchEqualsSolo(Case):
 
 class Events(Case):
     def test_max_tokens(self) -> None:
-        """B3, K047, K056: exactly so many tokens; 0 gives the terminal event alone."""
+        """B3, K047, K056: exactly so many tokens; 0 gives the last event alone."""
         for max_tokens in (0, 1, 2, 4, 5):
             engine = make_engine(page_size=4)
             name = engine.submit([1, 2, 3], max_tokens)
             self.assertEqual(bool(engine.active), max_tokens > 0)
             events = list(engine.stream(name))
             self.check_events(events, ("length",))
-            self.assertEqual(outcome(events), solo((1, 2, 3), max_tokens))
+            self.assertEqual((outcome(events),), solo(Ask((1, 2, 3), max_tokens)))
             self.check_empty(engine)
 
     def test_stop_tokens_end_a_request_and_are_included(self) -> None:
@@ -194,10 +202,21 @@ class Events(Case):
                 self.assertEqual([event.token for event in events], tokens[:length])
                 self.check_empty(engine)
 
-    def test_text_is_what_the_tokens_spell(self) -> None:
+    def test_text_is_what_the_tokens_spell_up_to_a_stop_string(self) -> None:
+        """K053 to K056: nothing of the stop string is shown, nothing before it is lost."""
+        text = "".join("abcdefghijklmnopqrst"[token] for token in oracle((3, 1, 4), 8))
+        for start, end in [(None, None), *((i, j) for i in range(8) for j in range(i + 1, 9))]:
+            stop = () if start is None else (text[start:end], "zz")
+            engine = make_engine()
+            events = list(engine.stream(engine.submit([3, 1, 4], 8, sampling=SamplingParams(stop=stop))))
+            self.check_events(events, ("length",) if start is None else ("stop",))
+            shown = "".join(event.text for event in events)
+            self.assertEqual(shown, text if start is None else text[:text.index(stop[0])])
+            self.check_empty(engine)
+        almost = text[-2:] + "a"  # the end of the text might have become a stop string
         engine = make_engine()
-        events = list(engine.stream(engine.submit([3, 1, 4], 6)))
-        self.assertEqual("".join(event.text for event in events), "".join("abcdefghijklmnopqrst"[t] for t in oracle((3, 1, 4), 6)))
+        events = list(engine.stream(engine.submit([3, 1, 4], 8, sampling=SamplingParams(stop=almost))))
+        self.assertEqual("".join(event.text for event in events), text)
 
     def test_streams_in_any_order_from_several_readers_or_never(self) -> None:
         for seed in range(20):
@@ -218,8 +237,7 @@ class Events(Case):
                 engine.run()
                 read[unread] = engine.poll(unread)
                 for name, events in read.items():
-                    self.check_events(events, ("length",))
-                    self.assertEqual(outcome(events), solo(*FIVE[name]))
+                    self.check_ask(events, name, FIVE[name])
                 self.check_empty(engine)
 
     def test_a_stream_goes_on_where_the_reader_stopped(self) -> None:
@@ -241,51 +259,12 @@ class Events(Case):
         self.assertEqual([engine.poll(name) for name in FIVE], [[]] * 5)
         self.assertEqual(engine.steps, 0)
 
-    def test_eight_threads(self) -> None:
-        """K118: each submits, streams and cancels its own, and all read from one more."""
-        engine = make_engine(page_size=2, num_pages=24, budget_tokens=9, max_running=6)
-        engine.submit([6, 6, 6], 20, request_id="shared")
-        results: dict[str, list[TokenEvent]] = {}
-        shared: list[TokenEvent] = []
-
-        def work(number: int) -> None:
-            for round_ in range(4):
-                name = f"{number}.{round_}"
-                engine.submit([number, round_ + 1], 5, request_id=name)
-                doomed = engine.submit([number] * 4, 9)
-                if "shared" in engine.active:
-                    try:
-                        shared.append(next(engine.stream("shared")))
-                    except (UnknownRequestError, StopIteration):
-                        pass  # another thread read its last event in between
-                results[name] = list(engine.stream(name))
-                engine.cancel(doomed)
-                engine.poll(doomed)
-
-        threads = [Thread(target=work, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        engine.run()
-        if "shared" in engine._streams:
-            shared += engine.poll("shared")
-        self.assertEqual(len(results), 32)
-        for name, events in results.items():
-            number, round_ = map(int, name.split("."))
-            self.check_events(events, ("length",))
-            self.assertEqual(outcome(events), solo((number, round_ + 1), 5))
-        shared.sort(key=lambda event: event.index)
-        self.check_events(shared, ("length",))
-        self.assertEqual(outcome(shared), solo((6, 6, 6), 20))
-        self.check_empty(engine)
-
     def test_a_thousand_short_requests_leave_nothing_behind(self) -> None:
         """K003"""
         engine = make_engine(page_size=2, num_pages=4)
         for number in range(1000):
-            tokens = outcome(engine.stream(engine.submit([number % VOCABULARY], 1)))
-            self.assertEqual(tokens, solo((number % VOCABULARY,), 1))
+            ask = Ask((number % VOCABULARY,), 1)
+            self.assertEqual(outcome(engine.stream(engine.submit(ask.prompt, 1))), solo(ask)[0])
         self.check_empty(engine)
         self.assertEqual((engine.kv.stats().peak_pages, engine.scheduler.live), (1, ()))
 
@@ -293,7 +272,7 @@ class Events(Case):
 class Cancel(Case):
     def test_any_request_after_any_number_of_steps(self) -> None:
         """V3, K001: no token after it, pages free at once, the others unchanged."""
-        for settings, name in product((TIGHT, ROOMY), FIVE):
+        for settings, name in product((ROOMY, {**TIGHT, "preemption": "swap", "prefix_sharing": True}), FIVE):
             for k in count():
                 engine = make_engine(**settings)
                 self.submit(engine, FIVE)
@@ -313,7 +292,7 @@ class Cancel(Case):
                     self.check_outcomes(engine, others)
 
     def test_inside_a_stream_loop(self) -> None:
-        """K046: the terminal event goes on from what was read."""
+        """K046: the last event's index goes on from what was read."""
         for last in range(5):
             engine = make_engine(**TIGHT)
             self.submit(engine, FIVE)
@@ -324,8 +303,32 @@ class Cancel(Case):
                     engine.cancel("a")
                     engine.cancel("a")  # again: does nothing
             self.check_events(events, ("cancelled",))
-            self.assertEqual(outcome(events), solo(*FIVE["a"])[:last + 1])
+            self.assertEqual(outcome(events), solo(FIVE["a"])[0][:last + 1])
             self.check_outcomes(engine, {name: ask for name, ask in FIVE.items() if name != "a"})
+
+    def test_while_the_decoder_computes(self) -> None:
+        """K046, K044: also when the id is used again at once; the row that is being computed goes to nobody."""
+        for k, again in product(range(8), (False, True)):
+            engine = make_engine(backend := FaultyBackend(), **TIGHT)
+            self.submit(engine, FIVE)
+            for _ in range(k):
+                engine.step()
+            if engine.status("a").finish_reason:
+                break
+
+            def cancel(moment: str, tokens: Sequence[int], engine=engine, backend=backend, again=again) -> None:
+                backend.fault = lambda moment, tokens: None
+                engine.cancel("a")
+                if again:
+                    engine.submit([7, 7], 4, request_id="a")
+
+            backend.fault = cancel
+            old = engine.stream("a")
+            engine.step()
+            self.assertEqual([event.finish_reason for event in old], ["cancelled"])
+            others = {**FIVE, "a": Ask((7, 7), 4)}
+            self.check_outcomes(engine, others if again else {n: ask for n, ask in FIVE.items() if n != "a"})
+        self.assertGreater(k, 4)
 
     def test_of_a_finished_request_does_nothing(self) -> None:
         engine = make_engine()
@@ -338,7 +341,7 @@ class Cancel(Case):
         self.check_outcomes(engine, FIVE)
 
     def test_neighbours_that_are_sampled_draw_the_same(self) -> None:
-        """K073: A with a seed; B beside it without one, with one, cancelled, absent."""
+        """K073: A with a seed; B beside it without one, cancelled at any time."""
         asks = {"A": Ask((1, 2), 12, SamplingParams(1.0, seed=42)), "B": Ask((3,), 12, SamplingParams(1.0))}
         for k in range(12):
             engine = make_engine()
@@ -365,33 +368,48 @@ class Submit(Case):
     def test_errors_leave_everything_as_it_was(self) -> None:
         """B1, B4 to B6, K049, K050, K052"""
         engine = make_engine(page_size=4, num_pages=8)
-        engine.submit([1, 2, 3], 4, request_id="live")
+        engine.submit([1, 2, 3], 4, request_id="live", sampling=SamplingParams(n=2))
         engine.step()
         engine.submit([1], 0, request_id="unread")
         before = self.picture(engine)
-        too_long = [0] * CONTEXT
         for error, prompt, max_tokens, further in (
                 (RequestError, [], 4, {}), (RequestError, "text", 4, {}), (RequestError, 5, 4, {}),
                 (RequestError, [VOCABULARY], 4, {}), (RequestError, [-1], 4, {}), (RequestError, [2**40], 4, {}),
                 (RequestError, [True], 4, {}), (RequestError, [1.0], 4, {}), (RequestError, [None], 4, {}),
                 (RequestError, [1], -1, {}), (RequestError, [1], True, {}), (RequestError, [1], 2.0, {}),
                 (RequestError, [1], "5", {}), (RequestError, [1], None, {}), (RequestError, [1], 1e18, {}),
-                (CapacityError, [1], 2**31 - 1, {}), (CapacityError, [1], 10**18, {}), (CapacityError, too_long, 1, {}),
-                (CapacityError, [1] * 32, 2, {}), (CapacityError, [1] * 30, 4, {}),  # 33 slots, the pool has 32
-                (DuplicateRequestError, [1], 1, {"request_id": "live"}),
+                (CapacityError, [1], 2**31 - 1, {}), (CapacityError, [1], 10**18, {}),
+                (CapacityError, [0] * CONTEXT, 1, {}), (CapacityError, [1] * 32, 2, {}),  # 33 slots, the pool has 32
+                (CapacityError, [1] * 30, 4, {}), (DuplicateRequestError, [1], 1, {"request_id": "live"}),
+                (DuplicateRequestError, [1], 1, {"request_id": "live#1"}),  # the id of its second sample
                 (DuplicateRequestError, [1], 1, {"request_id": "unread"}),
                 (RequestError, [1], 1, {"request_id": ""}), (RequestError, [1], 1, {"request_id": 7}),
                 (RequestError, [1], 1, {"stop_tokens": [VOCABULARY]}), (RequestError, [1], 1, {"stop_tokens": [-1]}),
-                (RequestError, [1], 1, {"sampling": "greedy"}), (RequestError, [1], 1, {"priority": 1.5})):
+                (RequestError, [1], 1, {"sampling": "greedy"}), (RequestError, [1], 1, {"priority": 1.5}),
+                (RequestError, [1], 1, {"sampling": SamplingParams(logit_bias={VOCABULARY: 1.0})}),
+                (RequestError, [1], 1, {"sampling": SamplingParams(logprobs=VOCABULARY + 1)})):
             with self.subTest(prompt=prompt, max_tokens=max_tokens, further=further):
                 with self.assertRaises(error):
                     engine.submit(prompt, max_tokens, **further)
                 self.assertEqual(self.picture(engine), before)
         self.assertEqual(engine.submit([1] * 32, 1), "request-2")  # the largest that fits; the refused took no number
         self.assertEqual(len(list(engine.stream("request-2"))), 1)
-        self.assertEqual(outcome(engine.stream("live")), solo((1, 2, 3), 4))
+        self.check_ask(list(engine.stream("live")), "live", Ask((1, 2, 3), 4, SamplingParams(n=2)))
 
-    def test_an_id_lives_until_its_terminal_event_was_read_or_it_was_cancelled(self) -> None:
+    def test_the_queue_is_bounded(self) -> None:
+        engine = make_engine(max_running=1, max_waiting=2)
+        for _ in range(2):
+            engine.submit([1], 3)
+        before = self.picture(engine)
+        self.assertRaisesRegex(QueueFullError, "2 requests wait, and max_waiting is 2", engine.submit, [1], 3)
+        self.assertEqual(self.picture(engine), before)
+        engine.step()  # one runs now
+        engine.submit([1], 3)
+        self.assertRaises(QueueFullError, engine.submit, [1], 3)
+        engine.run()
+        engine.submit([1], 3)
+
+    def test_an_id_lives_until_its_last_event_was_read_or_it_was_cancelled(self) -> None:
         """K043"""
         engine = make_engine()
         engine.submit([1, 2], 3, request_id="x")
@@ -400,11 +418,11 @@ class Submit(Case):
             engine.run()
         list(engine.stream("x"))
         engine.submit([3], 2, request_id="x")
-        self.assertEqual(outcome(engine.stream("x")), solo((3,), 2))
+        self.assertEqual((outcome(engine.stream("x")),), solo(Ask((3,), 2)))
 
     def test_the_old_request_never_touches_the_new_one(self) -> None:
         """K044: cancel and submit again at once, after any number of steps; the old reader reads the old stream."""
-        for k in range(6):
+        for k in range(5):
             engine = make_engine()
             engine.submit([1, 2, 3], 5, request_id="x")
             old = engine.stream("x")
@@ -417,8 +435,7 @@ class Submit(Case):
             events = [next(new)]
             self.check_events(first + list(old), ("cancelled",))
             events += new
-            self.check_events(events, ("length",))
-            self.assertEqual(outcome(events), solo((7, 7), 4))
+            self.check_ask(events, "x", Ask((7, 7), 4))
             self.check_empty(engine)
 
     def test_made_up_ids_are_free_ones(self) -> None:
@@ -436,6 +453,75 @@ class Submit(Case):
         self.assertEqual((engine.status("a").state, engine.status("a").finish_reason), ("finished", "length"))
 
 
+class Samples(Case):
+    def test_each_has_its_own_tokens_indices_and_end(self) -> None:
+        """K075: deterministic, not all equal; those that end early take nothing from the others."""
+        sampling = SamplingParams(1.5, seed=7, n=4)
+        for stop in ((), (3, 11)):
+            ask = Ask((1, 2, 3), 8, sampling, stop)
+            alone = solo(ask)
+            self.assertGreater(len(set(alone)), 2)
+            self.assertEqual(alone[0], solo(Ask((1, 2, 3), 8, replace(sampling, n=1), stop))[0])
+            for settings in (TIGHT, ROOMY, {**TIGHT, "preemption": "swap"}, {**ROOMY, "use_cache": False}):
+                engine = make_engine(**settings)
+                self.submit(engine, {"x": ask, **FIVE})
+                self.check_outcomes(engine, {"x": ask, **FIVE})
+        self.assertGreater(len({len(tokens) for tokens in alone}), 1)
+
+    def test_greedy_ones_are_equal_and_share_the_prompts_pages(self) -> None:
+        engine = make_engine(page_size=4)
+        engine.submit([1, 2, 3, 4, 5, 6, 7, 8, 9], 3, request_id="x", sampling=SamplingParams(n=5))
+        engine.step()
+        engine.step()
+        self.assertEqual(engine.kv.total_pages - engine.kv.free_pages, 2 + 5)  # two full pages for all, a tail each
+        events = list(engine.stream("x"))
+        self.assertEqual({outcome(events, i) for i in range(5)}, {solo(Ask((1, 2, 3, 4, 5, 6, 7, 8, 9), 3))[0]})
+        self.check_empty(engine)
+
+    def test_short_ones(self) -> None:
+        for max_tokens in (0, 1, 2):
+            ask = Ask((1, 2), max_tokens, SamplingParams(1.0, n=3))
+            engine = make_engine()
+            self.submit(engine, {"x": ask})
+            events = list(engine.stream("x"))
+            for number, expected in enumerate(solo(ask, "x")):
+                self.check_events(events, ("length",), number)
+                self.assertEqual((outcome(events, number), len(expected)), (expected, max_tokens))
+            self.check_empty(engine)
+
+    def test_cancel_ends_all(self) -> None:
+        """K001: after any number of steps; the id is free again, whichever sample had ended before."""
+        for seed, first_to_end in ((5, 0), (3, 1), (7, 2)):
+            ask = Ask((1, 2, 3), 6, SamplingParams(1.5, seed=seed, n=3), (3, 11))
+            lengths = [len(tokens) for tokens in solo(ask, "x")]
+            self.assertEqual(lengths.index(min(lengths)), first_to_end)
+            for k in range(max(lengths)):
+                engine = make_engine(**TIGHT)
+                self.submit(engine, {"x": ask, "a": FIVE["a"]})
+                for _ in range(k):
+                    engine.step()
+                if engine.status("x").finish_reason:
+                    break
+                engine.cancel("x")
+                engine.kv.check()
+                self.assertEqual(engine.active, () if engine.status("a").finish_reason else ("a",))
+                old = engine.stream("x")
+                self.submit(engine, {"x": ask})
+                events = list(old)
+                for number in range(3):
+                    self.check_events(events, ("cancelled", "stop", "length"), number)
+                    if [event for event in events if event.sample == number][-1].finish_reason == "cancelled":
+                        self.assertEqual(outcome(events, number), ())
+                self.check_outcomes(engine, {"x": ask, "a": FIVE["a"]})
+
+    def test_a_failure_of_the_prompt_ends_all(self) -> None:
+        engine = make_engine(failing_on(POISON), **TIGHT)
+        self.submit(engine, {"x": Ask((1, POISON), 4, SamplingParams(1.0, n=3)), **HEALTHY_FIVE})
+        events = list(engine.stream("x"))
+        self.assertEqual([(e.sample, e.index, e.finish_reason) for e in events], [(i, 0, "error") for i in range(3)])
+        self.check_outcomes(engine, HEALTHY_FIVE)
+
+
 class Generate(Case):
     def test_tokens_of_each(self) -> None:
         engine = make_engine(**TIGHT)
@@ -448,7 +534,8 @@ class Generate(Case):
         def interrupt(moment: str, tokens: Sequence[int]) -> None:
             raise KeyboardInterrupt
 
-        for error, prompt, backend in ((RequestError, [VOCABULARY], None), (BackendError, [POISON], failing_on(POISON)),
+        for error, prompt, backend in ((RequestError, [VOCABULARY], FaultyBackend()),
+                                       (BackendError, [POISON], failing_on(POISON)),
                                        (KeyboardInterrupt, [1], FaultyBackend(interrupt))):
             with self.subTest(error=error):
                 engine = make_engine(backend, **TIGHT)
@@ -456,8 +543,7 @@ class Generate(Case):
                 with self.assertRaises(error):
                     engine.generate([[1, 2], prompt, [3]], 4)
                 self.assertEqual(engine.active, ("other",))
-                if backend:
-                    backend.fault = lambda moment, tokens: None
+                backend.fault = lambda moment, tokens: None
                 self.check_outcomes(engine, {"other": FIVE["a"]})
 
 
@@ -470,12 +556,12 @@ def failing_on(token: int) -> FaultyBackend:
     return FaultyBackend(fault)
 
 
-def failing_at(calls: Iterable[int], moment: str, error: BaseException) -> FaultyBackend:
-    """A backend that raises in its k-th forward pass, for each k in ``calls``."""
+def failing_at(call: int, moment: str, error: BaseException) -> FaultyBackend:
+    """A backend that raises once, at the call-th of the moments."""
     numbers = count()
 
     def fault(now: str, tokens: Sequence[int]) -> None:
-        if now == moment and next(numbers) in calls:
+        if now == moment and next(numbers) == call:
             raise error
 
     return FaultyBackend(fault)
@@ -485,33 +571,30 @@ class Failures(Case):
     """A request that fails ends with finish_reason "error" and the reason; its neighbours' tokens stay the same."""
 
     def test_a_passing_fault_of_the_backend_is_not_noticed(self) -> None:
-        """The k-th forward pass fails before it began, or with keys and values half written."""
-        for moment, k in product(("start", "middle"), range(0, 40, 3)):
+        """The k-th time something is computed fails, before it began or with keys and values half written."""
+        for moment, k in product(("start", "middle"), range(0, 20, 2)):
             with self.subTest(moment=moment, k=k):
-                engine = make_engine(failing_at([k], moment, OSError("passing")), **TIGHT)
+                engine = make_engine(failing_at(k, moment, OSError("passing")), **TIGHT)
                 self.submit(engine, FIVE)
-                if k == 0:  # the first step's batch fails, then each is computed alone
-                    engine.step()
-                    self.assertEqual([e.finish_reason for name in FIVE for e in engine.poll(name) if e.error], [])
-                    engine = make_engine(failing_at([k], moment, OSError("passing")), **TIGHT)
-                    self.submit(engine, FIVE)
                 self.check_outcomes(engine, FIVE)
 
     def test_only_the_request_at_fault_ends(self) -> None:
-        asks = {**FIVE, "bad": Ask((1, 2, POISON, 4), 5), "late": Ask((8, 8), 7)}
         for settings in (TIGHT, {**TIGHT, "budget_tokens": 2}, {**ROOMY, "use_cache": False}):
             with self.subTest(settings=settings):
-                healthy = {name: ask for name, ask in asks.items() if POISON not in oracle(ask.prompt, ask.max_tokens)}
                 engine = make_engine(failing_on(POISON), **settings)
-                self.submit(engine, healthy)
-                self.submit(engine, {"bad": asks["bad"]})
+                self.submit(engine, HEALTHY_FIVE)
+                engine.submit([1, 2, POISON, 4], 5, request_id="bad")
                 events = list(engine.stream("bad"))
                 self.check_events(events, ("error",))
                 self.assertEqual(events[-1].error, f"OSError: no luck with token {POISON}")
-                self.check_outcomes(engine, healthy)
+                self.check_outcomes(engine, HEALTHY_FIVE)
+                self.assertGreater(len(HEALTHY_FIVE), 2)
 
     def test_a_backend_that_always_fails_ends_everybody_once(self) -> None:
-        engine = make_engine(failing_at(range(10**6), "start", MemoryError("no memory")), **TIGHT)
+        def fault(moment: str, tokens: Sequence[int]) -> None:
+            raise MemoryError("no memory")
+
+        engine = make_engine(FaultyBackend(fault), **TIGHT)
         self.submit(engine, FIVE)
         engine.run()
         for name in FIVE:
@@ -521,77 +604,92 @@ class Failures(Case):
         self.check_empty(engine)
         self.assertEqual(engine.metrics().finished, {"stop": 0, "length": 0, "cancelled": 0, "error": 5})
 
-    def test_logits_without_a_distribution_end_that_request_alone(self) -> None:
-        """K076: rows that follow the token POISON are NaN."""
-        for sampling in (SamplingParams(), SamplingParams(1.0)):
-            engine = make_engine(FaultyBackend(spoiled=[POISON]), **TIGHT)
-            healthy = {name: ask for name, ask in FIVE.items() if POISON not in oracle(ask.prompt, ask.max_tokens)}
-            self.assertGreater(len(healthy), 2)
-            self.submit(engine, healthy)
-            self.submit(engine, {"bad": Ask((1, POISON), 5, sampling)})
-            (event,) = engine.stream("bad")
-            self.assertRegex(event.error, "BackendError: the logits hold NaN")
-            self.check_outcomes(engine, healthy)
-
-    def test_logits_that_are_no_row_at_all(self) -> None:
+    def test_rows_that_no_token_can_be_chosen_from_end_that_request_alone(self) -> None:
+        """K076: NaN, or not even a row."""
         class Headless(FaultyBackend):
             def to_lists(self, x):
                 return [[] if token in self.spoiled else row for token, row in zip(self.picked, x)]
 
-        engine = make_engine(Headless(spoiled=[POISON]))
-        self.submit(engine, {"bad": Ask((1, POISON), 5), "d": FIVE["d"]})
-        self.check_events(list(engine.stream("bad")), ("error",))
-        self.check_outcomes(engine, {"d": FIVE["d"]})
+        for kind, sampling in product((FaultyBackend, Headless), (SamplingParams(), SamplingParams(1.0))):
+            engine = make_engine(kind(spoiled=[POISON]), **TIGHT)
+            self.submit(engine, {**HEALTHY_FIVE, "bad": Ask((1, POISON), 5, sampling)})
+            (event,) = engine.stream("bad")
+            self.assertEqual((event.index, event.token, event.finish_reason), (0, None, "error"))
+            if kind is FaultyBackend:
+                self.assertRegex(event.error, "BackendError: the logits hold NaN")
+            self.check_outcomes(engine, HEALTHY_FIVE)
 
     def test_an_interrupt_loses_nothing(self) -> None:
-        """KeyboardInterrupt in the k-th forward pass; whoever goes on gets the right tokens."""
-        for moment, k in product(("start", "middle"), range(0, 22, 2)):
-            with self.subTest(moment=moment, k=k):
-                engine = make_engine(failing_at([k], moment, KeyboardInterrupt()), **TIGHT)
-                self.submit(engine, FIVE)
-                interrupts = 0
+        """KeyboardInterrupt at any time before the tokens are chosen; whoever goes on gets the right ones."""
+        asks = {**FIVE, "sampled": Ask((4, 4), 6, SamplingParams(1.0))}
+        interrupts = 0
+        for serving, moment, k in product(SERVINGS[:3], ("start", "middle"), range(0, 18, 3)):
+            with self.subTest(serving=serving, moment=moment, k=k):
+                engine = make_engine(failing_at(k, moment, KeyboardInterrupt()), **TIGHT, **serving)
+                self.submit(engine, asks)
                 while engine.active:
                     try:
                         engine.run()
                     except KeyboardInterrupt:
                         interrupts += 1
                         engine.kv.check()
-                self.check_outcomes(engine, FIVE)
-                self.assertEqual(interrupts, 1)
+                self.check_outcomes(engine, asks)
+        self.assertEqual(interrupts, 3 * 2 * 6)
 
-    def test_an_interrupt_while_sampling_draws_the_same_numbers_again(self) -> None:
-        class Interrupted(FaultyBackend):
-            def to_lists(self, x):
-                return [InterruptingRow(row) if token == POISON else row for token, row in zip(self.picked, x)]
-
+    def test_an_interrupt_while_tokens_are_chosen_or_pages_reserved_loses_nothing_either(self) -> None:
         class InterruptingRow(list):
             def index(self, *arguments):
                 raise KeyboardInterrupt
 
-        backend = Interrupted()
-        engine = make_engine(backend)
+            def __iter__(self):
+                raise KeyboardInterrupt
+
+        class Interrupting(FaultyBackend):
+            def to_lists(self, x):
+                return [InterruptingRow(row) if token == POISON else row for token, row in zip(self.picked, x)]
+
         sampled = {"A": Ask((1, 2), 9, SamplingParams(1.0)), "B": Ask((3,), 9, SamplingParams(1.0, seed=3))}
-        self.submit(engine, sampled)
-        engine.submit([POISON], 1, request_id="last")  # greedy: it is chosen after A and B were drawn
+        engine = make_engine(Interrupting())
+        self.submit(engine, {**sampled, "last": Ask((POISON,), 1)})  # it is chosen after A and B have drawn
         self.assertRaises(KeyboardInterrupt, engine.step)
         engine.cancel("last")
         engine.poll("last")
         self.check_outcomes(engine, sampled)
+        for k in range(12):
+            engine = make_engine(**TIGHT)
+            self.submit(engine, FIVE)
+            self.interrupt_once(engine, k)
+            while engine.active:
+                try:
+                    engine.run()
+                except KeyboardInterrupt:
+                    engine.kv.check()
+            self.check_outcomes(engine, FIVE)
+
+    def interrupt_once(self, engine: InferenceEngine, call: int) -> None:
+        """The call-th reservation of a page that is granted is followed by an interrupt."""
+        reserve, numbers = engine.kv.reserve, count()
+
+        def interrupted(*arguments) -> None:
+            reserve(*arguments)
+            if next(numbers) == call:
+                raise KeyboardInterrupt
+
+        engine.kv.reserve = interrupted
 
     def test_a_timeline_listener_that_fails_loses_no_token(self) -> None:
-        """A full disk, say: whatever event it fails on, whoever goes on gets the right tokens."""
-        for kind, k in product(("step", "pages", "token", "finish"), range(5)):
+        """A full disk, say: it is told once, after the step, and is let go."""
+        for kind, k in product(("step", "pages", "token", "finish"), range(4)):
             with self.subTest(kind=kind, k=k):
                 engine = make_engine(**TIGHT)
                 self.submit(engine, FIVE)
-                numbers = count()
+                numbers, failures = count(), 0
 
                 def listener(event, kind=kind, k=k, numbers=numbers):
                     if event["event"] == kind and next(numbers) == k:
                         raise OSError("disk full")
 
                 engine.timeline.listen(listener)
-                failures = 0
                 while engine.active:
                     try:
                         engine.run()
@@ -602,7 +700,7 @@ class Failures(Case):
 
     def test_pages_released_from_outside(self) -> None:
         """B16: an engine's own handle, after any number of steps: that request ends with an error."""
-        for settings, name, k in product((TIGHT, {**ROOMY, "budget_tokens": 3}), FIVE, range(1, 9)):
+        for settings, name, k in product((TIGHT, {**ROOMY, "budget_tokens": 3}), FIVE, range(1, 8)):
             with self.subTest(settings=settings, name=name, k=k):
                 engine = make_engine(**settings)
                 self.submit(engine, FIVE)
@@ -616,13 +714,14 @@ class Failures(Case):
     def test_pages_held_outside_for_ever_end_a_request_with_an_error(self) -> None:
         engine = make_engine(page_size=2, num_pages=4)
         outside = engine.kv.allocate("outside", 6)
-        self.submit(engine, {"big": Ask((1, 2, 3), 4), "small": Ask((4,), 2)})
+        small = Ask((4,), 2)
+        self.submit(engine, {"big": Ask((1, 2, 3), 4), "small": small})
         events = list(engine.stream("big"))
         self.check_events(events, ("error",))
         self.assertRegex(events[-1].error, "OutOfPagesError")
         self.assertLessEqual(engine.steps, 2 + REFUSAL_LIMIT)
         engine.kv.release(outside)
-        self.check_outcomes(engine, {"small": Ask((4,), 2)})
+        self.check_outcomes(engine, {"small": small})
 
     def test_a_table_forked_from_outside_is_only_read(self) -> None:
         """The engine's request goes on, and the fork keeps what it had."""
@@ -658,7 +757,7 @@ class Steps(Case):
 
     def test_settings_are_checked(self) -> None:
         for wrong in ({"page_size": 0}, {"num_pages": True}, {"budget_tokens": 0}, {"batching": "dynamic"},
-                      {"policy": "lifo"}, {"no_such_setting": 1}):
+                      {"policy": "lifo"}, {"preemption": "drop"}, {"host_pages": -1}, {"no_such_setting": 1}):
             with self.subTest(wrong=wrong), self.assertRaisesRegex(SchemaError, next(iter(wrong))):
                 make_engine(**wrong)
 
@@ -681,77 +780,106 @@ class Steps(Case):
         self.check_events(events, ("cancelled",))
         engine.close()
         self.assertEqual((engine.kv.free_pages, engine.active), (engine.kv.total_pages, ()))
-        for use in (engine.step, lambda: engine.submit([1], 1), lambda: engine.stream("b")):
+        for use in (engine.step, engine.start, lambda: engine.submit([1], 1), lambda: engine.stream("b")):
             self.assertRaisesRegex(EngineError, "closed", use)
 
 
-class Metrics(Case):
-    def test_every_request_is_counted_once(self) -> None:
-        """K042, K095, K098: under preemption, cancels and errors."""
-        healthy = {name: ask for name, ask in FIVE.items() if POISON not in oracle(ask.prompt, ask.max_tokens)}
-        engine = make_engine(failing_on(POISON), **TIGHT)
-        self.submit(engine, healthy)
-        self.submit(engine, {"bad": Ask((POISON,), 5), "doomed": Ask((1,), 9), "none": Ask((1,), 0)})
-        for _ in range(3):
-            engine.step()
-        engine.cancel("doomed")
-        engine.run()
-        self.assertGreater(engine.metrics().preemptions, 0)
-        metrics, tokens = engine.metrics(), sum(event["event"] == "token" for event in engine.timeline)
-        self.assertEqual(metrics.finished, {"stop": 0, "length": len(healthy) + 1, "cancelled": 1, "error": 1})
-        self.assertEqual((metrics.submitted, metrics.output_tokens), (len(healthy) + 3, tokens))
-        started = {event["request"] for event in engine.timeline if event["event"] == "token"}
-        self.assertEqual(metrics.ttft.count, len(started))
+class Threads(Case):
+    """Every method may be called from any thread; the engine pulls, or runs steps in a thread of its own."""
 
-    def test_times_are_in_order(self) -> None:
-        """K096, K097: outputs of 0, 1 and 2 tokens; TPOT only from two tokens on."""
-        engine = make_engine(max_running=1)
-        self.submit(engine, {f"{n}": Ask((1,), n) for n in range(3)})
-        engine.run()
-        metrics = engine.metrics()
-        self.assertEqual((metrics.ttft.count, metrics.tpot.count, metrics.tpot.mean), (2, 1, 1.0))
-        self.assertEqual(metrics.ttft.max, 2.0)  # one step of waiting for "1", one of its own
-        times = [event.time for n in range(3) for event in engine.poll(f"{n}")]
-        self.assertEqual(times, sorted(times))
+    def in_threads(self, work: Callable[[int], None]) -> None:
+        problems: list[BaseException] = []
 
+        def guarded(number: int) -> None:
+            try:
+                work(number)
+            except BaseException as problem:
+                problems.append(problem)
 
-class Play(Case):
-    def scenario(self, requests: Sequence[Request], events: Sequence[ScenarioEvent] = ()) -> Scenario:
-        return Scenario(1, "test", CONFIG, SeededWeights(71), CharacterVocabulary("abcdefghijklmnopqrst"), tuple(requests),
-                        engine=EngineSettings(**ROOMY), events=tuple(events))
+        threads = [Thread(target=guarded, args=(number,), daemon=True) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            self.assertFalse(thread.is_alive(), "a reader waits for ever")
+        if problems:
+            raise problems[0]
 
-    def test_arrivals_and_cancels_happen_at_their_steps(self) -> None:
-        scenario = self.scenario([Request("late", (5, 5), 4, arrival=6.0), Request("a", (3, 1, 4), 6),
-                                  Request("b", (1,), 9, arrival=1.5)], [ScenarioEvent(5, "b"), ScenarioEvent(9, "a")])
-        engine = InferenceEngine.from_scenario(scenario, clock=VirtualClock())
-        engine.step()  # arrivals count from where the engine is
-        played = list(play(engine, scenario))
-        started = {}
-        for number, step in enumerate(played):
-            for chunk in step.decision.chunks:
-                started.setdefault(chunk.request_id, number)
-        self.assertEqual(started, {"a": 0, "b": 2, "late": 6})
-        tokens = tokens_of([event for step in played for event in step.events])
-        self.assertEqual(tokens, {"a": oracle((3, 1, 4), 6), "b": oracle((1,), 9)[:3], "late": oracle((5, 5), 4)})
+    def test_eight_readers(self) -> None:
+        """K118: each submits, streams and cancels its own, and all share one more stream."""
+        for started in (False, True):
+            with make_engine(page_size=2, num_pages=24, budget_tokens=9, max_running=6) as engine:
+                if started:
+                    engine.start()
+                    engine.start()
+                common = Ask((6, 6, 6), 20)
+                self.submit(engine, {"common": common})
+                reader_of_all = engine.stream("common")
+                shared: list[TokenEvent] = []
+
+                def work(number: int, engine=engine, shared=shared) -> None:
+                    for i in range(3):
+                        name, ask = f"{number}.{i}", Ask((number, i + 1), 5)
+                        self.submit(engine, {name: ask})
+                        doomed = engine.submit([number] * 4, 9)
+                        reader = engine.stream(name)
+                        try:
+                            shared.append(next(engine.stream("common")))
+                        except (UnknownRequestError, StopIteration):
+                            pass  # another thread has read its last event
+                        self.check_ask(list(reader), name, ask)
+                        engine.cancel(doomed)
+                        self.assertIn(engine.poll(doomed)[-1].finish_reason, ("cancelled", "length"))
+
+                self.in_threads(work)
+                shared += reader_of_all
+                self.check_ask(sorted(shared, key=lambda event: event.index), "common", common)
+                self.check_empty(engine)
+
+    def test_nobody_waits_for_the_decoder(self) -> None:
+        """Submit, cancel, poll, status and metrics return while a step is being computed."""
+        computing, go_on = Event(), Event()
+
+        def fault(moment: str, tokens: Sequence[int]) -> None:
+            computing.set()
+            self.assertTrue(go_on.wait(30))
+
+        with make_engine(FaultyBackend(fault), **ROOMY) as engine:
+            self.submit(engine, {"a": FIVE["a"]})
+            engine.start()
+            self.assertTrue(computing.wait(30))
+            self.submit(engine, {"b": FIVE["b"], "c": FIVE["c"]})
+            self.assertEqual((engine.active, engine.poll("a")), (("a", "b", "c"), []))
+            engine.cancel("a")
+            engine.cancel("b")
+            self.assertEqual((engine.status("a").finish_reason, engine.metrics().finished["cancelled"]),
+                             ("cancelled", 2))
+            go_on.set()
+            self.check_ask(list(engine.stream("c")), "c", FIVE["c"])
+            self.assertEqual([event.token for name in "ab" for event in engine.poll(name)], [None, None])
+
+    def test_a_thread_that_stops_tells_its_readers(self) -> None:
+        def fault(moment: str, tokens: Sequence[int]) -> None:
+            raise KeyboardInterrupt
+
+        engine = make_engine(FaultyBackend(fault))
+        self.submit(engine, {"a": FIVE["a"]})
+        engine.start()
+        with self.assertRaisesRegex(EngineError, "thread has stopped: KeyboardInterrupt"):
+            list(engine.stream("a"))
+        engine.close()
+        self.assertEqual(engine.kv.free_pages, engine.kv.total_pages)
+
+    def test_close_ends_the_thread_and_the_readers(self) -> None:
+        engine = make_engine(budget_tokens=1, max_running=1)
+        engine.start()
+        self.submit(engine, {f"{number}": Ask((number,), 100) for number in range(8)})
+        readers = [engine.stream(f"{number}") for number in range(8)]
+        first = next(readers[0])
+        engine.close()
+        self.in_threads(lambda number: self.check_events(
+            [*([first] if number == 0 else []), *readers[number]], ("cancelled", "length")))
         self.check_empty(engine)
-
-    def test_a_refused_request_is_reported_and_the_run_goes_on(self) -> None:
-        scenario = self.scenario([Request("big", (1,) * 40, 50), Request("d", (5, 5), 1, arrival=2.0)])
-        engine = InferenceEngine.from_scenario(scenario, num_pages=4)
-        played = list(play(engine, scenario))
-        self.assertRegex(played[0].refused["big"], "need 23 pages of 4; the pool has 4")
-        self.assertEqual(tokens_of(played[-1].events), {"d": oracle((5, 5), 1)})
-
-    def test_the_same_scenario_and_seed_give_the_same_timeline(self) -> None:
-        sampled = [Request(name, ask.prompt, ask.max_tokens, i, sampling=SamplingParams(1.0))
-                   for i, (name, ask) in enumerate(FIVE.items())]
-        timelines = []
-        for seed in (1, 1, 2):
-            engine = InferenceEngine.from_scenario(self.scenario(sampled), clock=VirtualClock(), **TIGHT, seed=seed)
-            list(play(engine, self.scenario(sampled)))
-            timelines.append(engine.timeline.events[1:])
-        self.assertEqual(timelines[0], timelines[1])
-        self.assertNotEqual(timelines[0], timelines[2])
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import unittest
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import exp, fsum, log
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,13 @@ from tests.extras import needs
 from tests.models import random_config
 from tests.paths import FIXTURE, ROOT
 
+Weights = Mapping[str, Tensor]
 STORIES = ROOT.parent / "shared" / "models" / "stories260K"
-needs_stories = unittest.skipUnless(STORIES.is_dir(), f"SKIPPED: needs {STORIES.name} in ../shared/models")
+needs_stories = unittest.skipUnless(STORIES.is_dir(), "SKIPPED: needs ../shared/models/stories260K")
 TOLERANCE = 1e-4  # transformers computes in float32
 
 
-def our_logits(config: ModelConfig, weights: Mapping[str, Tensor], tokens: Sequence[int]) -> list[list[float]]:
+def our_logits(config: ModelConfig, weights: Weights, tokens: Sequence[int]) -> list[list[float]]:
     """Logits after every position: [len(tokens), vocab_size]."""
     model = Model(config, weights, CpuBackend())
     batch = Batch.of([Piece(tokens, 0, (0,), wants_logits=True)], len(tokens))
@@ -44,44 +46,177 @@ def our_logits(config: ModelConfig, weights: Mapping[str, Tensor], tokens: Seque
     return model.forward(batch, model.new_store(1, len(tokens)))
 
 
-def greedy(config: ModelConfig, weights: Mapping[str, Tensor], prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """Our engine's tokens, the prompt in chunks of five."""
-    with tempfile.TemporaryDirectory():
-        model = Model(config, weights, CpuBackend())
-    return reference_generate(model, prompt, max_tokens)
+def our_greedy(config: ModelConfig, weights: Weights, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Past ends of sequence, as the others go on too."""
+    return reference_generate(Model(replace(config, eos_tokens=()), weights, CpuBackend()), prompt, max_tokens)
 
 
-@needs("oracle", "torch", "transformers")
-class TransformersTest(unittest.TestCase):
-    def llama(self, config: ModelConfig, weights: Mapping[str, Tensor]) -> Any:
-        """The same model as a LlamaForCausalLM."""
+class Transformers:
+    """A model of ours as a LlamaForCausalLM."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
-        theirs = LlamaForCausalLM(LlamaConfig(
+        self.torch = torch
+        self.model = LlamaForCausalLM(LlamaConfig(
             vocab_size=config.vocab_size, hidden_size=config.width, intermediate_size=config.ffn_width,
             num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
             max_position_embeddings=config.max_context, rms_norm_eps=config.norm_eps,
             rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
             tie_word_embeddings=config.tied_output, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-            attn_implementation="eager")).to(torch.float32).eval()
+            attn_implementation="eager")).float().eval()
         state = {}
         for name, tensor in weights.items():
-            state[name] = torch.tensor(tensor.values, dtype=torch.float32).reshape(tensor.shape)
-            if "q_proj" in name or "k_proj" in name:  # rows of a head: pairs (d/2, 2) -> halves (2, d/2)
-                pairs = state[name].reshape(-1, config.head_width // 2, 2, config.width)
-                state[name] = pairs.transpose(1, 2).reshape(tensor.shape)
-        left_out = theirs.load_state_dict(state, strict=False)
-        tied = ["lm_head.weight"] if config.tied_output else []
-        self.assertEqual((left_out.missing_keys, left_out.unexpected_keys), (tied, []))
-        theirs.tie_weights()
-        return theirs
+            values = torch.tensor(tensor.values, dtype=torch.float32).reshape(tensor.shape)
+            if "q_proj" in name or "k_proj" in name:  # rows of a head: pairs [d/2, 2] -> halves [2, d/2]
+                pairs = values.reshape(-1, config.head_width // 2, 2, config.width)
+                values = pairs.transpose(1, 2).reshape(tensor.shape)
+            state[name] = values
+        if config.tied_output:
+            state["lm_head.weight"] = state["model.embed_tokens.weight"]
+        self.model.load_state_dict(state)  # strict: every tensor has its place, and every place a tensor
 
-    def their_logits(self, theirs: Any, tokens: Sequence[int]) -> list[list[float]]:
-        import torch
-        with torch.no_grad():
-            return theirs(torch.tensor([list(tokens)]), use_cache=False).logits[0].tolist()
+    def logits(self, tokens: Sequence[int]) -> list[list[float]]:
+        """After every position."""
+        with self.torch.no_grad():
+            return self.model(self.torch.tensor([list(tokens)]), use_cache=False).logits[0].tolist()
 
+    def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(max_tokens):
+            last = self.logits(tokens)[-1]
+            tokens.append(last.index(max(last)))
+        return tokens[len(prompt):]
+
+
+@needs("oracle", "torch", "transformers")
+class TransformersTest(unittest.TestCase):
     def check_close(self, ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> None:
         self.assertEqual(len(ours), len(theirs))
         for mine, other in zip(ours, theirs):
             self.assertLess(max(abs(a - b) for a, b in zip(mine, other, strict=True)), TOLERANCE)
+
+    def test_the_fixture_token_by_token_and_logit_by_logit(self) -> None:
+        scenario = load_scenario(FIXTURE)
+        weights = scenario_weights(scenario, scenario.weights)
+        theirs, margins = Transformers(scenario.model, weights), []
+        for request in scenario.requests:
+            with self.subTest(request=request.request_id):
+                golden = scenario.golden.tokens[request.request_id]
+                known = [*request.prompt_tokens, *golden]
+                logits = theirs.logits(known)
+                self.check_close(our_logits(scenario.model, weights, known), logits)
+                deciding = logits[len(request.prompt_tokens) - 1:-1]
+                self.assertEqual(tuple(row.index(max(row)) for row in deciding), golden)
+                margins += [best - second for second, best in (sorted(row)[-2:] for row in deciding)]
+                ends = [i for i, token in enumerate(golden, start=1) if token in scenario.model.eos_tokens]
+                self.assertEqual(len(golden), min([*ends, request.max_tokens]))
+        self.assertAlmostEqual(min(margins), scenario.golden.smallest_margin, delta=TOLERANCE)
+        self.assertGreater(scenario.golden.smallest_margin, 2 * TOLERANCE)
+
+    def test_the_engine_in_chunks_batches_and_pages(self) -> None:
+        """Small pages, a small budget, preemptions: each token's logarithm of probability is theirs."""
+        scenario = load_scenario(FIXTURE)
+        theirs = Transformers(scenario.model, scenario_weights(scenario, scenario.weights))
+        prompts = {request.request_id: request.prompt_tokens for request in scenario.requests}
+        with InferenceEngine.from_scenario(scenario, page_size=3, num_pages=40, budget_tokens=7) as engine:
+            events = [event for played in play(engine, scenario) for event in played.events]
+            self.assertGreater(engine.metrics().preemptions, 0)
+        for request_id, prompt in prompts.items():
+            mine = [event for event in events if event.request_id == request_id and event.token is not None]
+            rows = theirs.logits([*prompt, *(event.token for event in mine)])[len(prompt) - 1:]
+            for event, row in zip(mine, rows):
+                best = max(row)
+                self.assertEqual(event.token, row.index(best))
+                self.assertAlmostEqual(event.logprob, -log(fsum(exp(logit - best) for logit in row)), delta=TOLERANCE)
+
+    def test_random_models(self) -> None:
+        """1, 2 and 4 query heads for each key/value head, the output tied or not."""
+        for seed in range(12):
+            with self.subTest(seed=seed):
+                dice = random.Random(seed)
+                config = random_config(dice, group=(1, 2, 4)[seed % 3], tied=seed % 2 == 0)
+                weights = seeded_weights(config, seed)
+                theirs = Transformers(config, weights)
+                tokens = dice.choices(range(config.vocab_size), k=30)
+                self.check_close(our_logits(config, weights, tokens), theirs.logits(tokens))
+                self.assertEqual(our_greedy(config, weights, tokens[:3], 8), theirs.greedy(tokens[:3], 8))
+
+    @needs_stories
+    def test_stories260k(self) -> None:
+        config, weights = read_llama2c(STORIES / "stories260K.bin")
+        story = Transformers(config, weights).greedy([config.bos_token], 64)
+        with InferenceEngine.from_checkpoint(STORIES, "cpu", budget_tokens=5, page_size=7) as engine:
+            self.assertEqual(engine.generate([[config.bos_token]], 64), [story])
+            # The same, its first half as a prompt that is computed in chunks
+            self.assertEqual(engine.generate([[config.bos_token, *story[:32]]], 32), [story[32:]])
+
+
+class Llama2Py:
+    """llama2-py reads the file itself. It knows no grouped attention, so there must be a KV head for every head."""
+
+    def __init__(self, path: Path) -> None:
+        import llama2_py
+        self.module, self.weights = llama2_py, llama2_py.TransformerWeights()
+        with open(path, "rb") as file:
+            sizes = struct.unpack("<7i", file.read(28))
+            tied = sizes[5] > 0
+            self.config = llama2_py.Config(*sizes[:5], abs(sizes[5]), sizes[6])
+            llama2_py.checkpoint_init_weights(self.weights, self.config, file, tied, path.stat().st_size)
+
+    def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        state, tokens = self.module.RunState(), list(prompt)
+        self.module.init_run_state(state, self.config)
+        for position in range(len(prompt) + max_tokens - 1):
+            self.module.transformer(tokens[position], position, self.config, state, self.weights)
+            if position >= len(prompt) - 1:
+                tokens.append(self.module.argmax(state.logits))
+        return tokens[len(prompt):]
+
+
+def ungrouped(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weights]:
+    """The same model with a key/value head of its own for each query head: each is repeated."""
+    group, size = config.heads // config.kv_heads, config.head_width * config.width
+    spread = dict(weights)
+    for name, tensor in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            heads = [tensor.values[i:i + size] for i in range(0, len(tensor.values), size)]
+            values = array("f", [number for head in heads for number in head * group])
+            spread[name] = Tensor((config.width, config.width), values)
+    return replace(config, kv_heads=config.heads), spread
+
+
+@needs("peers", "llama2_py")
+class Llama2PyTest(unittest.TestCase):
+    def check(self, config: ModelConfig, weights: Weights, prompt: Sequence[int], max_tokens: int) -> None:
+        """Our tokens from the model, its own from a file that we wrote."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.bin"
+            write_llama2c(path, *ungrouped(config, weights))
+            theirs = Llama2Py(path).greedy(prompt, max_tokens)
+            self.assertEqual(our_greedy(*read_llama2c(path), prompt, max_tokens), theirs)
+        with self.subTest("grouped"):
+            self.assertEqual(our_greedy(config, weights, prompt, max_tokens), theirs)
+
+    def test_random_models(self) -> None:
+        for seed in range(12):
+            with self.subTest(seed=seed):
+                dice = random.Random(seed)
+                shape = random_config(dice, group=(1, 2, 4)[seed % 3], tied=seed % 2 == 0)
+                config = replace(shape, **UNSAID)
+                prompt = dice.choices(range(config.vocab_size), k=dice.randint(1, 6))
+                self.check(config, seeded_weights(config, seed), prompt, 10)
+
+    @needs_stories
+    def test_stories260k(self) -> None:
+        config, weights = read_llama2c(STORIES / "stories260K.bin")
+        with InferenceEngine.from_checkpoint(STORIES, "cpu", budget_tokens=5, page_size=7) as engine:
+            [story] = engine.generate([[config.bos_token]], 64)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.bin"
+            write_llama2c(path, *ungrouped(config, weights))
+            self.assertEqual(Llama2Py(path).greedy([config.bos_token], 64), story)
+
+
+if __name__ == "__main__":
+    unittest.main()
