@@ -10,7 +10,7 @@
 The engine pulls: a step runs when somebody asks for one (``step``, ``run``) or reads a stream that has no news. After
 ``start()`` a thread of its own runs the steps instead, and readers wait for news.
 
-Promises, each a property in tests/test_engine.py and scripts/fuzz.py:
+Promises, each a property in tests/test_engine*.py and scripts/fuzz.py:
 - One last event for every sample of an accepted request; token indices 0, 1, 2, ... once each; nothing after it.
 - After ``cancel`` returns, no further token, tokens that were computed but not yet read included (V3).
 - A request that fails ends with finish_reason "error" and the reason; its neighbours' tokens stay the same.

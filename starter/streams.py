@@ -97,8 +97,11 @@ class RequestStream:
 
     @property
     def finish_reason(self) -> str | None:
-        """Of the last sample, once all are finished."""
-        return None if any(sample.finish_reason is None for sample in self.samples) else self.samples[-1].finish_reason
+        """Once all samples are finished: "cancelled" or "error" if one of them ended so, else that of the last."""
+        reasons = [sample.finish_reason for sample in self.samples]
+        if None in reasons:
+            return None
+        return next((reason for reason in ("cancelled", "error") if reason in reasons), reasons[-1])
 
     @property
     def drained(self) -> bool:

@@ -1,16 +1,20 @@
-"""A tiny model, engines over it, and a backend that fails on command: shared by the tests of the engine."""
+"""A tiny model, engines over it, backends that fail on command, requests to try: shared by the tests of the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import random
+import unittest
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import count
 from math import nan
 
 from starter.cpu_backend import CpuBackend
 from starter.engine import InferenceEngine
 from starter.loading import Loaded
 from starter.model import Model, reference_generate
+from starter.policies import POLICIES
 from starter.schema import CharacterVocabulary, EngineSettings, ModelConfig, SamplingParams, TokenEvent
 from starter.timeline import VirtualClock
 from starter.tokenizer import CharacterTokenizer
@@ -23,6 +27,7 @@ CONFIG = ModelConfig(vocab_size=VOCABULARY, width=8, layers=2, heads=4, kv_heads
 WEIGHTS = seeded_weights(CONFIG, 71)  # a seed whose greedy output is varied
 TOKENIZER = CharacterTokenizer(CharacterVocabulary("abcdefghijklmnopqrst"))
 
+GREEDY = SamplingParams()
 Outcome = tuple[tuple[int, float], ...]  # (token, logprob) of each token
 
 
@@ -57,6 +62,26 @@ class FaultyBackend(CpuBackend):
         return [[nan] * len(row) if token in self.spoiled else row for token, row in zip(self.picked, x)]
 
 
+def failing_on(token: int) -> FaultyBackend:
+    """A backend that raises when a token is in the batch."""
+    def fault(moment: str, tokens: Sequence[int]) -> None:
+        if moment == "middle" and token in tokens:
+            raise OSError(f"no luck with token {token}")
+
+    return FaultyBackend(fault)
+
+
+def failing_at(call: int, moment: str, error: BaseException) -> FaultyBackend:
+    """A backend that raises once, at the call-th of the moments."""
+    numbers = count()
+
+    def fault(now: str, tokens: Sequence[int]) -> None:
+        if now == moment and next(numbers) == call:
+            raise error
+
+    return FaultyBackend(fault)
+
+
 HEALTHY = Loaded(Model(CONFIG, WEIGHTS, CpuBackend()), TOKENIZER, {})
 
 
@@ -78,7 +103,7 @@ class Ask:
 
     prompt: tuple[int, ...]
     max_tokens: int
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = GREEDY
     stop_tokens: tuple[int, ...] = ()
     priority: int = 0
 
@@ -103,6 +128,57 @@ def outcome(events: Iterable[TokenEvent], number: int = 0) -> Outcome:
                  if event.token is not None and event.sample == number)
 
 
-def prompt_of(generator, length: int) -> tuple[int, ...]:
+def prompt_of(dice: random.Random, length: int) -> tuple[int, ...]:
     """A random prompt."""
-    return tuple(generator.randrange(VOCABULARY) for _ in range(length))
+    return tuple(dice.randrange(VOCABULARY) for _ in range(length))
+
+
+FIVE = {"a": Ask((3, 1, 4), 6), "b": Ask((1,), 9), "c": Ask((2, 7, 1, 8, 2, 8, 1, 8), 5), "d": Ask((5, 5), 1),
+        "e": Ask((9, 9, 9, 9), 7)}
+TIGHT = {"page_size": 2, "num_pages": 9, "budget_tokens": 6, "max_running": 4}  # five in here need preemption
+ROOMY = {"page_size": 4, "num_pages": 64, "budget_tokens": 8, "max_running": 8}
+SERVINGS: Sequence[dict[str, object]] = (
+    {}, {"prefix_sharing": True}, {"preemption": "swap"}, {"preemption": "swap", "prefix_sharing": True},
+    {"preemption": "swap", "host_pages": 3}, *({"policy": policy} for policy in POLICIES if policy != "fcfs"))
+POISON = 19  # no prompt above holds this token
+HEALTHY_FIVE = {name: ask for name, ask in FIVE.items() if POISON not in oracle(ask.prompt, ask.max_tokens)}
+
+
+class EngineCase(unittest.TestCase):
+    """What must hold of any engine at any time."""
+
+    def submit(self, engine: InferenceEngine, asks: Mapping[str, Ask]) -> None:
+        for name, ask in asks.items():
+            ask.submit(engine, name)
+
+    def check_events(self, events: Sequence[TokenEvent], reasons: Iterable[str], number: int = 0) -> None:
+        """Of a sample: indices 0, 1, 2, ... once each; one last event with a reason, and nothing after it."""
+        events = [event for event in events if event.sample == number]
+        self.assertIn(events[-1].finish_reason, reasons)
+        self.assertTrue(all(event.finish_reason is None and event.token is not None for event in events[:-1]))
+        self.assertEqual([event.index for event in events], list(range(len(events))))
+        self.assertEqual(events[-1].error is not None, events[-1].finish_reason == "error")
+
+    def check_outcomes(self, engine: InferenceEngine, asks: Mapping[str, Ask], failed: Iterable[str] = ()) -> None:
+        """Run to the end: tokens equal solo bit by bit, those of the failed a beginning of it; all is given back."""
+        engine.run()
+        for name, ask in asks.items():
+            self.check_ask(engine.poll(name), name, ask, name in failed)
+        self.check_empty(engine)
+
+    def check_ask(self, events: Sequence[TokenEvent], name: str, ask: Ask, failed: bool = False) -> None:
+        for number, expected in enumerate(solo(ask, name)):
+            got = outcome(events, number)
+            self.check_events(events, ("cancelled", "error") if failed else ("length", "stop"), number)
+            self.assertEqual(got, expected[:len(got)] if failed else expected, f"{name}, sample {number}")
+
+    def check_empty(self, engine: InferenceEngine) -> None:
+        engine.kv.check()
+        self.assertEqual((engine.kv.free_pages, engine.active), (engine.kv.total_pages, ()))
+        self.assertEqual(engine.kv.free_host_pages, engine.kv.total_host_pages)
+        self.assertFalse(engine._streams or engine._samples)  # the tables of requests are empty too: K001, K003
+
+    def picture(self, engine: InferenceEngine) -> object:
+        """All that can be observed, the count of refusals aside."""
+        streams = {name: engine.status(name) for name in engine._streams}
+        return engine.active, engine.steps, engine.kv.stats(), streams, replace(engine.metrics(), refused=0)

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import exp, fsum, log
 from pathlib import Path
-from typing import Any
 
 from starter.batch import Batch, Piece
 from starter.cpu_backend import CpuBackend

@@ -1,0 +1,405 @@
+"""What may not disturb anybody else: cancels, failing backends, interrupts, outside holders of pages, threads."""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count, product
+from threading import Event, Thread
+
+from support import (
+    FIVE,
+    HEALTHY_FIVE,
+    POISON,
+    ROOMY,
+    SERVINGS,
+    TIGHT,
+    Ask,
+    EngineCase,
+    FaultyBackend,
+    failing_at,
+    failing_on,
+    make_engine,
+    outcome,
+    solo,
+)
+
+from starter.engine import InferenceEngine
+from starter.errors import (
+    EngineError,
+    UnknownRequestError,
+)
+from starter.scheduler import REFUSAL_LIMIT
+from starter.schema import SamplingParams, TokenEvent
+
+
+class Cancel(EngineCase):
+    def test_any_request_after_any_number_of_steps(self) -> None:
+        """V3, K001: no token after it, pages free at once, the others unchanged."""
+        for settings, name in product(({**TIGHT, "preemption": "swap", "prefix_sharing": True}, TIGHT), "ace"):
+            for k in count():
+                engine = make_engine(**settings)
+                self.submit(engine, FIVE)
+                for _ in range(k):
+                    engine.step()
+                if not engine.active:
+                    break
+                with self.subTest(settings=settings, name=name, k=k):
+                    ended = engine.status(name).finish_reason
+                    engine.cancel(name)
+                    engine.kv.check()
+                    self.assertNotIn(name, engine.active)
+                    if not ended:
+                        self.assertEqual([(e.token, e.index, e.finish_reason) for e in engine.poll(name)],
+                                         [(None, 0, "cancelled")])  # unread tokens are withheld
+                    others = {other: ask for other, ask in FIVE.items() if ended or other != name}
+                    self.check_outcomes(engine, others)
+
+    def test_inside_a_stream_loop(self) -> None:
+        """K046: the last event's index goes on from what was read."""
+        for last in range(5):
+            engine = make_engine(**TIGHT)
+            self.submit(engine, FIVE)
+            events = []
+            for event in engine.stream("a"):
+                events.append(event)
+                if event.index == last:
+                    engine.cancel("a")
+                    engine.cancel("a")  # again: does nothing
+            self.check_events(events, ("cancelled",))
+            self.assertEqual(outcome(events), solo(FIVE["a"])[0][:last + 1])
+            self.check_outcomes(engine, {name: ask for name, ask in FIVE.items() if name != "a"})
+
+    def test_while_the_decoder_computes(self) -> None:
+        """K046, K044: also when the id is used again at once; the row that is being computed goes to nobody."""
+        for k, again in product(range(8), (False, True)):
+            engine = make_engine(backend := FaultyBackend(), **TIGHT)
+            self.submit(engine, FIVE)
+            for _ in range(k):
+                engine.step()
+            if engine.status("a").finish_reason:
+                break
+
+            def cancel(moment: str, tokens: Sequence[int], engine=engine, backend=backend, again=again) -> None:
+                backend.fault = lambda moment, tokens: None
+                engine.cancel("a")
+                if again:
+                    engine.submit([7, 7], 4, request_id="a")
+
+            backend.fault = cancel
+            old = engine.stream("a")
+            engine.step()
+            self.assertEqual([event.finish_reason for event in old], ["cancelled"])
+            others = {**FIVE, "a": Ask((7, 7), 4)}
+            self.check_outcomes(engine, others if again else {n: ask for n, ask in FIVE.items() if n != "a"})
+        self.assertGreater(k, 4)
+
+    def test_of_a_finished_request_does_nothing(self) -> None:
+        engine = make_engine()
+        self.submit(engine, FIVE)
+        engine.run()
+        before = self.picture(engine)
+        for name in FIVE:
+            engine.cancel(name)
+        self.assertEqual(self.picture(engine), before)
+        self.check_outcomes(engine, FIVE)
+
+    def test_neighbours_that_are_sampled_draw_the_same(self) -> None:
+        """K073: A with a seed; B beside it without one, cancelled at any time."""
+        asks = {"A": Ask((1, 2), 12, SamplingParams(1.0, seed=42)), "B": Ask((3,), 12, SamplingParams(1.0))}
+        for k in range(12):
+            engine = make_engine()
+            self.submit(engine, asks)
+            for _ in range(k):
+                engine.step()
+            engine.cancel("B")
+            self.check_outcomes(engine, asks, failed="B")
+
+    def test_all_at_once_leaves_no_stale_gauge(self) -> None:
+        """K094"""
+        engine = make_engine(**TIGHT)
+        self.submit(engine, FIVE)
+        for _ in range(4):
+            engine.step()
+        for name in engine.active:
+            engine.cancel(name)
+        metrics = engine.metrics()
+        self.assertEqual((metrics.running, metrics.waiting, metrics.kv_pages, metrics.kv_bytes), (0, 0, 0, 0))
+        self.assertGreater(metrics.kv_peak_bytes, 0)
+
+
+class Failures(EngineCase):
+    """A request that fails ends with finish_reason "error" and the reason; its neighbours' tokens stay the same."""
+
+    def test_a_passing_fault_of_the_backend_is_not_noticed(self) -> None:
+        """The k-th time something is computed fails, before it began or with keys and values half written."""
+        for moment, k in product(("start", "middle"), range(0, 20, 3)):
+            with self.subTest(moment=moment, k=k):
+                engine = make_engine(failing_at(k, moment, OSError("passing")), **TIGHT)
+                self.submit(engine, FIVE)
+                self.check_outcomes(engine, FIVE)
+
+    def test_only_the_request_at_fault_ends(self) -> None:
+        for settings in (TIGHT, {**TIGHT, "budget_tokens": 2}, {**ROOMY, "use_cache": False}):
+            with self.subTest(settings=settings):
+                engine = make_engine(failing_on(POISON), **settings)
+                self.submit(engine, HEALTHY_FIVE)
+                engine.submit([1, 2, POISON, 4], 5, request_id="bad")
+                events = list(engine.stream("bad"))
+                self.check_events(events, ("error",))
+                self.assertEqual(events[-1].error, f"OSError: no luck with token {POISON}")
+                self.check_outcomes(engine, HEALTHY_FIVE)
+                self.assertGreater(len(HEALTHY_FIVE), 2)
+
+    def test_a_backend_that_always_fails_ends_everybody_once(self) -> None:
+        def fault(moment: str, tokens: Sequence[int]) -> None:
+            raise MemoryError("no memory")
+
+        engine = make_engine(FaultyBackend(fault), **TIGHT)
+        self.submit(engine, FIVE)
+        engine.run()
+        for name in FIVE:
+            (event,) = engine.poll(name)
+            self.assertEqual((event.index, event.token, event.finish_reason, event.error),
+                             (0, None, "error", "MemoryError: no memory"))
+        self.check_empty(engine)
+        self.assertEqual(engine.metrics().finished, {"stop": 0, "length": 0, "cancelled": 0, "error": 5})
+
+    def test_rows_that_no_token_can_be_chosen_from_end_that_request_alone(self) -> None:
+        """K076: NaN, or not even a row."""
+        class Headless(FaultyBackend):
+            def to_lists(self, x):
+                return [[] if token in self.spoiled else row for token, row in zip(self.picked, x)]
+
+        for kind, sampling in product((FaultyBackend, Headless), (SamplingParams(), SamplingParams(1.0))):
+            engine = make_engine(kind(spoiled=[POISON]), **TIGHT)
+            self.submit(engine, {**HEALTHY_FIVE, "bad": Ask((1, POISON), 5, sampling)})
+            (event,) = engine.stream("bad")
+            self.assertEqual((event.index, event.token, event.finish_reason), (0, None, "error"))
+            if kind is FaultyBackend:
+                self.assertRegex(event.error, "BackendError: the logits hold NaN")
+            self.check_outcomes(engine, HEALTHY_FIVE)
+
+    def test_an_interrupt_loses_nothing(self) -> None:
+        """KeyboardInterrupt at any time before the tokens are chosen; whoever goes on gets the right ones."""
+        asks = {**FIVE, "sampled": Ask((4, 4), 6, SamplingParams(1.0))}
+        interrupts = 0
+        for serving, moment, k in product(SERVINGS[:3], ("start", "middle"), range(0, 18, 6)):
+            with self.subTest(serving=serving, moment=moment, k=k):
+                engine = make_engine(failing_at(k, moment, KeyboardInterrupt()), **TIGHT, **serving)
+                self.submit(engine, asks)
+                while engine.active:
+                    try:
+                        engine.run()
+                    except KeyboardInterrupt:
+                        interrupts += 1
+                        engine.kv.check()
+                self.check_outcomes(engine, asks)
+        self.assertEqual(interrupts, 3 * 2 * 3)
+
+    def test_an_interrupt_while_tokens_are_chosen_or_pages_reserved_loses_nothing_either(self) -> None:
+        class InterruptingRow(list):
+            def index(self, *arguments):
+                raise KeyboardInterrupt
+
+            def __iter__(self):
+                raise KeyboardInterrupt
+
+        class Interrupting(FaultyBackend):
+            def to_lists(self, x):
+                return [InterruptingRow(row) if token == POISON else row for token, row in zip(self.picked, x)]
+
+        sampled = {"A": Ask((1, 2), 9, SamplingParams(1.0)), "B": Ask((3,), 9, SamplingParams(1.0, seed=3))}
+        engine = make_engine(Interrupting())
+        self.submit(engine, {**sampled, "last": Ask((POISON,), 1)})  # it is chosen after A and B have drawn
+        self.assertRaises(KeyboardInterrupt, engine.step)
+        engine.cancel("last")
+        engine.poll("last")
+        self.check_outcomes(engine, sampled)
+        for k in range(12):
+            engine = make_engine(**TIGHT)
+            self.submit(engine, FIVE)
+            self.interrupt_once(engine, k)
+            while engine.active:
+                try:
+                    engine.run()
+                except KeyboardInterrupt:
+                    engine.kv.check()
+            self.check_outcomes(engine, FIVE)
+
+    def interrupt_once(self, engine: InferenceEngine, call: int) -> None:
+        """The call-th reservation of a page that is granted is followed by an interrupt."""
+        reserve, numbers = engine.kv.reserve, count()
+
+        def interrupted(*arguments) -> None:
+            reserve(*arguments)
+            if next(numbers) == call:
+                raise KeyboardInterrupt
+
+        engine.kv.reserve = interrupted
+
+    def test_a_timeline_listener_that_fails_loses_no_token(self) -> None:
+        """A full disk, say: it is told once, after the step, and is let go."""
+        for kind, k in product(("step", "pages", "token", "finish"), range(4)):
+            with self.subTest(kind=kind, k=k):
+                engine = make_engine(**TIGHT)
+                self.submit(engine, FIVE)
+                numbers, failures = count(), 0
+
+                def listener(event, kind=kind, k=k, numbers=numbers):
+                    if event["event"] == kind and next(numbers) == k:
+                        raise OSError("disk full")
+
+                engine.timeline.listen(listener)
+                while engine.active:
+                    try:
+                        engine.run()
+                    except OSError:
+                        failures += 1
+                self.check_outcomes(engine, FIVE)
+                self.assertEqual(failures, 1)
+
+    def test_pages_released_from_outside(self) -> None:
+        """B16: an engine's own handle, after any number of steps: that request ends with an error."""
+        for settings, name, k in product((TIGHT, {**ROOMY, "budget_tokens": 3}), FIVE, range(1, 8)):
+            with self.subTest(settings=settings, name=name, k=k):
+                engine = make_engine(**settings)
+                self.submit(engine, FIVE)
+                for _ in range(k):
+                    engine.step()
+                if not engine.scheduler.is_running(name):
+                    continue
+                engine.kv.release(engine.scheduler.handle(name))
+                self.check_outcomes(engine, FIVE, failed=name)
+
+    def test_pages_held_outside_for_ever_end_a_request_with_an_error(self) -> None:
+        engine = make_engine(page_size=2, num_pages=4)
+        outside = engine.kv.allocate("outside", 6)
+        small = Ask((4,), 2)
+        self.submit(engine, {"big": Ask((1, 2, 3), 4), "small": small})
+        events = list(engine.stream("big"))
+        self.check_events(events, ("error",))
+        self.assertRegex(events[-1].error, "OutOfPagesError")
+        self.assertLessEqual(engine.steps, 2 + REFUSAL_LIMIT)
+        engine.kv.release(outside)
+        self.check_outcomes(engine, {"small": small})
+
+    def test_a_table_forked_from_outside_is_only_read(self) -> None:
+        """The engine's request goes on, and the fork keeps what it had."""
+        for k in range(1, 8):
+            with self.subTest(k=k):
+                engine = make_engine(page_size=4, num_pages=32, budget_tokens=3)
+                self.submit(engine, {"c": FIVE["c"]})
+                for _ in range(k):
+                    engine.step()
+                if not engine.active:
+                    continue
+                fork = engine.kv.fork(engine.scheduler.handle("c"), "outside")
+                stored = [engine.kv.read(fork, i) for i in range(engine.kv.length(fork))]
+                engine.step()
+                engine.kv.check()
+                engine.kv.append(fork, [7.0] * engine.kv.width, [7.0] * engine.kv.width)
+                engine.run()
+                self.assertEqual([engine.kv.read(fork, i) for i in range(len(stored))], stored)
+                engine.kv.release(fork)
+                self.check_outcomes(engine, {"c": FIVE["c"]})
+
+
+class Threads(EngineCase):
+    """Every method may be called from any thread; the engine pulls, or runs steps in a thread of its own."""
+
+    def in_threads(self, work: Callable[[int], None]) -> None:
+        problems: list[BaseException] = []
+
+        def guarded(number: int) -> None:
+            try:
+                work(number)
+            except BaseException as problem:
+                problems.append(problem)
+
+        threads = [Thread(target=guarded, args=(number,), daemon=True) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            self.assertFalse(thread.is_alive(), "a reader waits for ever")
+        if problems:
+            raise problems[0]
+
+    def test_eight_readers(self) -> None:
+        """K118: each submits, streams and cancels its own, and all share one more stream."""
+        for started in (False, True):
+            with make_engine(page_size=2, num_pages=24, budget_tokens=9, max_running=6) as engine:
+                if started:
+                    engine.start()
+                    engine.start()
+                common = Ask((6, 6, 6), 20)
+                self.submit(engine, {"common": common})
+                reader_of_all = engine.stream("common")
+                shared: list[TokenEvent] = []
+
+                def work(number: int, engine=engine, shared=shared) -> None:
+                    for i in range(3):
+                        name, ask = f"{number}.{i}", Ask((number, i + 1), 5)
+                        self.submit(engine, {name: ask})
+                        doomed = engine.submit([number] * 4, 9)
+                        reader = engine.stream(name)
+                        with suppress(UnknownRequestError, StopIteration):  # its last event may have been read
+                            shared.append(next(engine.stream("common")))
+                        self.check_ask(list(reader), name, ask)
+                        engine.cancel(doomed)
+                        self.assertIn(engine.poll(doomed)[-1].finish_reason, ("cancelled", "length"))
+
+                self.in_threads(work)
+                shared += reader_of_all
+                self.check_ask(sorted(shared, key=lambda event: event.index), "common", common)
+                self.check_empty(engine)
+
+    def test_nobody_waits_for_the_decoder(self) -> None:
+        """Submit, cancel, poll, status and metrics return while a step is being computed."""
+        computing, go_on = Event(), Event()
+
+        def fault(moment: str, tokens: Sequence[int]) -> None:
+            computing.set()
+            self.assertTrue(go_on.wait(30))
+
+        with make_engine(FaultyBackend(fault), **ROOMY) as engine:
+            self.submit(engine, {"a": FIVE["a"]})
+            engine.start()
+            self.assertTrue(computing.wait(30))
+            self.submit(engine, {"b": FIVE["b"], "c": FIVE["c"]})
+            self.assertEqual((engine.active, engine.poll("a")), (("a", "b", "c"), []))
+            engine.cancel("a")
+            engine.cancel("b")
+            self.assertEqual((engine.status("a").finish_reason, engine.metrics().finished["cancelled"]),
+                             ("cancelled", 2))
+            go_on.set()
+            self.check_ask(list(engine.stream("c")), "c", FIVE["c"])
+            self.assertEqual([event.token for name in "ab" for event in engine.poll(name)], [None, None])
+
+    def test_a_thread_that_stops_tells_its_readers(self) -> None:
+        def fault(moment: str, tokens: Sequence[int]) -> None:
+            raise KeyboardInterrupt
+
+        engine = make_engine(FaultyBackend(fault))
+        self.submit(engine, {"a": FIVE["a"]})
+        engine.start()
+        with self.assertRaisesRegex(EngineError, "thread has stopped: KeyboardInterrupt"):
+            list(engine.stream("a"))
+        engine.close()
+        self.assertEqual(engine.kv.free_pages, engine.kv.total_pages)
+
+    def test_close_ends_the_thread_and_the_readers(self) -> None:
+        engine = make_engine(budget_tokens=1, max_running=1)
+        engine.start()
+        self.submit(engine, {f"{number}": Ask((number,), 100) for number in range(8)})
+        readers = [engine.stream(f"{number}") for number in range(8)]
+        first = next(readers[0])
+        engine.close()
+        self.in_threads(lambda number: self.check_events(
+            [*([first] if number == 0 else []), *readers[number]], ("cancelled", "length")))
+        self.check_empty(engine)
+
+if __name__ == "__main__":
+    unittest.main()
