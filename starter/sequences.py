@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 from .kv_cache import KVHandle
@@ -51,11 +51,15 @@ class Sequence:
         return self.generated > 0 and self.remaining == 1
 
 
+_Entry = tuple[tuple[float, int], int, Sequence]  # order, ticket, sequence
+
+
 class WaitingQueue:
-    """Sequences in order. ``push`` O(log n); ``remove`` O(1): what was removed is skipped when it comes up."""
+    """Sequences in order. ``push`` O(log n), ``remove`` amortized O(1): what was removed is skipped when it comes up,
+    and swept out when it is the greater part."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[float, int], int, Sequence]] = []
+        self._heap: list[_Entry] = []
         self._waiting: dict[str, tuple[int, Sequence]] = {}  # with the ticket of the heap's entry that counts
         self._tickets = count()
         self._ids: tuple[str, ...] | None = ()
@@ -76,13 +80,21 @@ class WaitingQueue:
         if self.get(sequence.id) is sequence:
             del self._waiting[sequence.id]
             self._ids = None
+            if len(self._heap) > 2 * len(self._waiting) + 64:
+                self._heap = list(filter(self._counts, self._heap))
+                heapify(self._heap)
+
+    def _counts(self, entry: _Entry) -> bool:
+        """Was the sequence not removed since this entry was made?"""
+        _, ticket, sequence = entry
+        return self._waiting.get(sequence.id, (-1, None))[0] == ticket
 
     def first(self, number: int) -> list[Sequence]:
         """The first ``number`` in order; they stay. O(number log n), and amortized O(log n) for each one removed."""
-        found: list[tuple[tuple[float, int], int, Sequence]] = []
+        found: list[_Entry] = []
         while self._heap and len(found) < number:
             entry = heappop(self._heap)
-            if self._waiting.get(entry[2].id, (-1, None))[0] == entry[1]:
+            if self._counts(entry):
                 found.append(entry)
         for entry in found:
             heappush(self._heap, entry)

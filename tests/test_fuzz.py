@@ -1,0 +1,75 @@
+"""The fuzz itself: some of its seeds, and that it notices what is broken."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import unittest
+from contextlib import redirect_stderr
+from io import StringIO
+from unittest.mock import patch
+
+from scripts import fuzz
+from starter.kv_cache import KVCacheManager
+from starter.pages import PagePool, PrefixIndex
+from starter.sampling import Draws
+from starter.streams import RequestStream
+from tests.paths import ROOT
+
+
+class FuzzTest(unittest.TestCase):
+    def test_some_seeds(self) -> None:
+        for seed in (*range(1000, 1012), 1019):
+            with self.subTest(seed=seed):
+                fuzz.run_threads(seed) if seed % 10 == 9 else fuzz.Fuzz(seed).run(60)
+
+    def assert_noticed(self, within: int = 60) -> None:
+        """One of the first seeds fails."""
+        for seed in range(within):
+            try:
+                fuzz.Fuzz(seed).run(60)
+            except Exception:
+                return
+        self.fail(f"{within} seeds have noticed nothing")
+
+    def test_a_page_that_is_never_given_back(self) -> None:
+        drop = PagePool.drop
+        with patch.object(PagePool, "drop", lambda pool, page: drop(pool, page) if page else None):
+            self.assert_noticed()
+
+    def test_shared_pages_that_are_written_without_a_copy(self) -> None:
+        with patch.object(KVCacheManager, "_shared_among", lambda *arguments: []):
+            self.assert_noticed()
+
+    def test_prefixes_that_are_confused(self) -> None:
+        find = PrefixIndex.find
+        with patch.object(PrefixIndex, "find", lambda index, node, tokens: find(index, index.root(None), tokens)), \
+                patch.object(PrefixIndex, "publish", lambda index, node, tokens, page, publish=PrefixIndex.publish:
+                             publish(index, index.root(None), tokens, page)):
+            self.assert_noticed()
+
+    def test_tokens_after_a_cancel(self) -> None:
+        with patch.object(RequestStream, "withhold", lambda stream: stream.events.pop() if stream.events else None):
+            self.assert_noticed()
+
+    def test_random_numbers_that_depend_on_the_neighbours(self) -> None:
+        shared = Draws(fuzz.SamplingParams(), "all", 0, 0)
+        with patch.object(Draws, "random", lambda draws: shared._generator.random()):
+            self.assert_noticed()
+
+    def test_the_command(self) -> None:
+        command = [sys.executable, str(ROOT / "scripts" / "fuzz.py"), "--first", "3", "--seeds", "2", "--operations", "20"]
+        run = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+        self.assertEqual((run.returncode, run.stderr), (0, ""))
+        self.assertEqual(run.stdout, "2 seeds, 40 operations: no page lost, no stream wrong\n")
+
+    def test_a_failure_says_how_to_replay_it(self) -> None:
+        with patch.object(fuzz.Fuzz, "run", side_effect=AssertionError("broken")), \
+                patch.object(sys, "argv", ["fuzz.py", "--first", "7", "--seeds", "1"]), \
+                redirect_stderr(StringIO()) as told:
+            self.assertEqual(fuzz.main(), 1)
+        self.assertIn("replay: python3 scripts/fuzz.py --first 7 --seeds 1 --operations 100", told.getvalue())
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,93 @@
+"""From a scenario or a checkpoint to a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import unittest
+from pathlib import Path
+
+from starter import InferenceEngine, load_scenario
+from starter.errors import BackendError, EngineError, RequestError, SchemaError
+from starter.loading import load_checkpoint_model, load_scenario_model, quantization_config
+from starter.safetensors import write_safetensors
+from starter.schema import QuantizationConfig, SafetensorsWeights, SeededWeights
+from starter.weights import seeded_weights, weights_digest
+from tests.paths import FIXTURE
+
+
+class ScenarioModels(unittest.TestCase):
+    def setUp(self) -> None:
+        self.scenario = load_scenario(FIXTURE)
+
+    def test_the_scenarios_own_weights(self) -> None:
+        loaded = load_scenario_model(self.scenario, "cpu")
+        assert isinstance(self.scenario.weights, SeededWeights)
+        self.assertEqual(loaded.about["weights_sha256"], self.scenario.weights.sha256)
+        self.assertEqual((loaded.about["scenario"], loaded.about["quantization"]), ("tiny_model", None))
+        self.assertEqual(loaded.tokenizer.eos_tokens, self.scenario.model.eos_tokens)
+
+    def test_another_seed_gives_other_weights_and_other_tokens(self) -> None:
+        digests = {load_scenario_model(self.scenario, "cpu", weights_seed=seed).about["weights_sha256"] for seed in (1, 2)}
+        self.assertEqual(len(digests), 2)
+        outputs = [InferenceEngine.from_scenario(self.scenario, weights_seed=seed).generate([[5, 6]], 8)
+                   for seed in (1, 2)]
+        self.assertNotEqual(*outputs)
+
+    def test_weights_that_are_not_those_recorded_are_refused(self) -> None:
+        wrong = dataclasses.replace(self.scenario, weights=SeededWeights(1, "0" * 64))
+        with self.assertRaises(SchemaError) as caught:
+            load_scenario_model(wrong, "cpu")
+        self.assertEqual(caught.exception.path, "/weights/sha256")
+
+    def test_weights_from_a_file_beside_the_scenario(self) -> None:
+        weights = seeded_weights(self.scenario.model, 4)
+        with tempfile.TemporaryDirectory() as folder:
+            write_safetensors(Path(folder) / "w.safetensors", weights)
+            source = SafetensorsWeights("w.safetensors", weights_digest(weights))
+            scenario = dataclasses.replace(self.scenario, weights=source, folder=Path(folder))
+            tokens = InferenceEngine.from_scenario(scenario).generate([[5, 6, 7]], 6)
+        self.assertEqual(tokens, InferenceEngine.from_scenario(self.scenario, weights_seed=4).generate([[5, 6, 7]], 6))
+
+    def test_quantization_by_name_by_config_or_as_in_the_scenario(self) -> None:
+        sizes = [load_scenario_model(self.scenario, "cpu", quantization).model.weight_bytes
+                 for quantization in (None, "int8", "int4")]
+        self.assertLess(sizes[1], 0.30 * sizes[0])
+        self.assertLess(sizes[2], 0.18 * sizes[0])
+        config = QuantizationConfig(bits=4, group_size=8)
+        loaded = load_scenario_model(dataclasses.replace(self.scenario, quantization=config), "cpu")
+        self.assertEqual(loaded.model.quantization, config)
+        self.assertEqual(quantization_config("int8"), QuantizationConfig(8))
+        for wrong in ("int2", 8, True, {}):
+            self.assertRaisesRegex(RequestError, "'int8', 'int4' or a QuantizationConfig", quantization_config, wrong)
+
+    def test_corrupting_one_packed_byte_changes_the_output(self) -> None:
+        """No float copy of the weights is what is really used."""
+        with InferenceEngine.from_scenario(self.scenario, quantization="int8") as engine:
+            before = engine.model.forward_uncached([5, 6, 7])
+            matrix = engine.model.layers[0].gate
+            object.__setattr__(matrix, "packed", bytes([matrix.packed[0] ^ 0x40]) + matrix.packed[1:])
+            self.assertNotEqual(engine.model.forward_uncached([5, 6, 7]), before)
+
+    def test_settings_out_of_range_are_named(self) -> None:
+        for name, value, path in (("page_size", 0, "/engine/page_size"), ("policy", "lifo", "/engine/policy"),
+                                  ("kv_quantization", "int8", "/engine/kv_quantization"), ("pages", 3, "/engine/pages")):
+            with self.subTest(name), self.assertRaises(SchemaError) as caught:
+                InferenceEngine.from_scenario(self.scenario, **{name: value})
+            self.assertEqual(caught.exception.path, path)
+        self.assertRaises(BackendError, InferenceEngine.from_scenario, self.scenario, "tpu")
+
+
+class Checkpoints(unittest.TestCase):
+    def test_what_is_no_checkpoint_is_refused_in_one_sentence(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "model.bin").write_bytes(b"x" * 10)
+            (Path(folder) / "tok.bin").write_bytes(b"x" * 10)
+            for path in (folder, Path(folder) / "model.bin", Path(folder) / "none", FIXTURE):
+                with self.subTest(path=path), self.assertRaises(EngineError) as caught:
+                    load_checkpoint_model(path, "cpu")
+                self.assertNotIn("\n", str(caught.exception))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,61 @@
+"""The recorder stamps events, keeps cause before effect, and survives listeners that fail."""
+
+from __future__ import annotations
+
+import unittest
+
+from starter.kv_cache import KVCacheManager
+from starter.recorder import Recorder
+from starter.scheduler import ContinuousBatchScheduler
+from starter.schema import Request
+from starter.timeline import VirtualClock
+
+
+class RecorderTest(unittest.TestCase):
+    def setUp(self) -> None:
+        self.recorder = Recorder(VirtualClock(0.5))
+        self.recorder.header(page_bytes=64, weight_bytes=10)
+
+    def kinds(self) -> list[str]:
+        return [event["event"] for event in self.recorder.timeline]
+
+    def test_events_carry_completed_steps_and_the_clocks_time(self) -> None:
+        self.recorder.event("submit", request="r", prompt_tokens=[1], max_tokens=2)
+        self.recorder.step_completed()
+        self.recorder.event("token", request="r", index=0, token=3, text="c")
+        stamps = [(event["step"], event["time"]) for event in self.recorder.timeline]
+        self.assertEqual(stamps, [(0, 0.0), (0, 0.0), (1, 0.5)])
+        self.assertEqual(self.recorder.metrics().ttft.mean, 0.5)
+
+    def test_page_changes_follow_the_step_that_planned_them_and_precede_what_comes_after(self) -> None:
+        kv = KVCacheManager(4, 2, observer=lambda change, request_id, pages: self.recorder.page_change(
+            change, request_id, pages, kv.total_pages - kv.free_pages))
+        scheduler = ContinuousBatchScheduler(kv=kv)
+        scheduler.submit(Request("r", (1, 2, 3), 1))
+        decision = scheduler.step(8)
+        self.recorder.planned(decision, decision.scheduled_tokens, kv)
+        scheduler.finish("r", "stop")
+        self.recorder.event("note")
+        self.assertEqual(self.kinds(), ["header", "step", "pages", "pages", "note"])
+        step, allocate, release = list(self.recorder.timeline)[1:4]
+        self.assertEqual((step["chunks"], step["used_pages"], step["empty_slots"]), ([["r", 0, 3, "prefill"]], 2, 4))
+        self.assertEqual((allocate["change"], allocate["pages"], allocate["used_pages"]), ("allocate", [0, 1], 2))
+        self.assertEqual((release["change"], release["used_pages"]), ("release", 0))
+
+    def test_a_listener_that_fails_is_let_go_and_its_error_told_later(self) -> None:
+        heard = []
+
+        def full(event: object) -> None:
+            raise OSError("disk full")
+
+        self.recorder.timeline.listen(full)
+        self.recorder.timeline.listen(heard.append)
+        self.recorder.event("one")
+        self.recorder.event("two")
+        self.assertEqual(len(heard), 2)
+        self.assertRaisesRegex(OSError, "disk full", self.recorder.raise_trouble)
+        self.recorder.raise_trouble()  # told once
+
+
+if __name__ == "__main__":
+    unittest.main()
