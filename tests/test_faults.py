@@ -17,7 +17,8 @@ from tests.support import FIVE, SERVINGS, TIGHT, EngineCase, make_engine
 
 
 class FaultsTest(EngineCase):
-    def check(self, faults: list[Fault], failed: tuple[str, ...], error: str = "", **settings: object) -> InferenceEngine:
+    def check(self, faults: list[Fault], failed: tuple[str, ...], error: str = "",
+              **settings: object) -> InferenceEngine:
         """FIVE with these faults: those named end with the error, the others are as alone, pages are conserved."""
         engine = make_engine(**{**TIGHT, **settings})
         self.submit(engine, FIVE)

@@ -58,8 +58,9 @@ class FuzzTest(unittest.TestCase):
             self.assert_noticed()
 
     def test_the_command(self) -> None:
-        command = [sys.executable, str(ROOT / "scripts" / "fuzz.py"), "--first", "3", "--seeds", "2", "--operations", "20"]
-        run = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+        script = str(ROOT / "scripts" / "fuzz.py")
+        run = subprocess.run([sys.executable, script, "--first", "3", "--seeds", "2", "--operations", "20"],
+                             capture_output=True, encoding="utf-8", check=False)
         self.assertEqual((run.returncode, run.stderr), (0, ""))
         self.assertEqual(run.stdout, "2 seeds, 40 operations: no page lost, no stream wrong\n")
 

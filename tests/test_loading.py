@@ -28,8 +28,8 @@ class ScenarioModels(unittest.TestCase):
         self.assertEqual(loaded.tokenizer.eos_tokens, self.scenario.model.eos_tokens)
 
     def test_another_seed_gives_other_weights_and_other_tokens(self) -> None:
-        digests = {load_scenario_model(self.scenario, "cpu", weights_seed=seed).about["weights_sha256"] for seed in (1, 2)}
-        self.assertEqual(len(digests), 2)
+        one, two = (load_scenario_model(self.scenario, "cpu", weights_seed=seed).about for seed in (1, 2))
+        self.assertNotEqual(one["weights_sha256"], two["weights_sha256"])
         outputs = [InferenceEngine.from_scenario(self.scenario, weights_seed=seed).generate([[5, 6]], 8)
                    for seed in (1, 2)]
         self.assertNotEqual(*outputs)
@@ -71,7 +71,8 @@ class ScenarioModels(unittest.TestCase):
 
     def test_settings_out_of_range_are_named(self) -> None:
         for name, value, path in (("page_size", 0, "/engine/page_size"), ("policy", "lifo", "/engine/policy"),
-                                  ("kv_quantization", "int8", "/engine/kv_quantization"), ("pages", 3, "/engine/pages")):
+                                  ("kv_quantization", "int8", "/engine/kv_quantization"),
+                                  ("pages", 3, "/engine/pages")):
             with self.subTest(name), self.assertRaises(SchemaError) as caught:
                 InferenceEngine.from_scenario(self.scenario, **{name: value})
             self.assertEqual(caught.exception.path, path)
