@@ -141,6 +141,8 @@ class InferenceEngine:
         """Run steps in a thread of the engine's own from now on, whenever there is work. Idempotent."""
         with self._news:
             self._require_open()
+            if self._failure:
+                raise EngineError(f"the engine's thread has stopped: {self._failure!r}; make a new engine")
             if self._thread is None:
                 self._thread = Thread(target=self._serve, name="engine", daemon=True)
                 self._thread.start()
@@ -258,7 +260,11 @@ class InferenceEngine:
                     raise EngineError(f"the engine's thread has stopped: {self._failure!r}") from self._failure
             with self._stepping:  # unless another thread's step has brought news meanwhile
                 if not (stream.events or stream.drained):
-                    self.step()
+                    try:
+                        self.step()
+                    except EngineError:
+                        if not self._closed:  # else it was closed in between, and the stream has its last event
+                            raise
 
     def poll(self, request_id: str) -> list[TokenEvent]:
         """The request's unread events, without running a step."""
@@ -267,8 +273,9 @@ class InferenceEngine:
             return [self._take(stream) for _ in range(len(stream.events))]
 
     def cancel(self, request_id: str) -> None:
-        """End a request now: its pages are free and its stream holds nothing but the last events. Does nothing to a
-        finished request. UnknownRequestError for an unknown id."""
+        """End a request now: its pages are free, and its unread tokens are withheld. Of n samples, those that had
+        finished by themselves are still delivered whole. Does nothing to a finished request. UnknownRequestError for
+        an unknown id."""
         with self._news:
             stream = self._find(request_id)
             if stream.finish_reason is None:
@@ -374,7 +381,7 @@ class InferenceEngine:
     def _plan(self, budget_tokens: int) -> tuple[ScheduleDecision, dict[str, Piece]]:
         self._require_open()
         if self._executor.faults:
-            self._executor.faults.before_step(self.steps)
+            self._executor.faults.before_step()
         decision = self.scheduler.step(budget_tokens)
         pieces = self._pieces(decision.chunks)
         self._recorder.planned(decision, self._positions(pieces.values()), self.kv)

@@ -2,15 +2,16 @@
 
     engine.inject([NanLogits(call=3, request_id="r1"), MemoryCut(step=5, pages=4, until=9)])
 
-Calls of the decoder, requests for pages and steps count from 0, each for itself. A fault that fires is an event of
-the timeline. What must hold whatever is injected: the request that is hit ends with finish_reason "error" and the
-reason, or goes on with the same tokens; every other stream is unchanged, bit for bit; no page is lost.
+Calls of the decoder, requests for pages and steps count from the injection on, each from 0. A fault that fires is an
+event of the timeline. What must hold whatever is injected: the request that is hit ends with finish_reason "error" and
+the reason, or goes on with the same tokens; every other stream is unchanged, bit for bit; no page is lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Union
 
 from .errors import BackendError, OutOfPagesError, RequestError, StaleHandleError
@@ -66,7 +67,8 @@ class MemoryCut:
 
 @dataclass(frozen=True)
 class SlowConsumer:
-    """Nobody reads this request's stream until everything else has ended (``play.play`` does the not reading)."""
+    """Nobody reads this request's stream until everything else has ended: ``play.play`` does the not reading, and the
+    timeline shows nothing of it."""
 
     request_id: str
 
@@ -81,8 +83,8 @@ class FaultInjector:
                  record: Callable[..., None]) -> None:
         self._faults = tuple(faults)
         self._kv, self._handle_of, self._record = kv, handle_of, record
-        self._calls = self._asks = 0
-        self._held: dict[MemoryCut, KVHandle] = {}
+        self._steps = self._calls = self._asks = 0
+        self._held: list[tuple[int, KVHandle]] = []  # until which step
         kv.gate = self.ask_for_pages
 
     @property
@@ -90,20 +92,20 @@ class FaultInjector:
         """Requests whose streams are not read until the end."""
         return frozenset(fault.request_id for fault in self._faults if isinstance(fault, SlowConsumer))
 
-    def before_step(self, step: int) -> None:
+    def before_step(self) -> None:
         """Outside holders do what they do."""
+        step, self._steps = self._steps, self._steps + 1
+        self.end(step)
         for fault in self._faults:
             if isinstance(fault, AbnormalRelease) and fault.step == step:
                 self._release(fault)
             elif isinstance(fault, MemoryCut) and fault.step == step:
                 self._cut(fault)
-            elif isinstance(fault, MemoryCut) and fault.until == step and fault in self._held:
-                self._kv.release(self._held.pop(fault))
 
     def _cut(self, fault: MemoryCut) -> None:
         pages = min(fault.pages, self._kv.free_pages)
         try:
-            self._held[fault] = self._kv.allocate("(memory cut)", pages * self._kv.page_size)
+            self._held.append((fault.until, self._kv.allocate("(memory cut)", pages * self._kv.page_size)))
         except OutOfPagesError:  # refused on purpose, like anybody's: the two faults cancel each other
             return
         self._fire(fault)
@@ -115,10 +117,12 @@ class FaultInjector:
             return
         self._fire(fault)
 
-    def end(self) -> None:
-        """Outside holders give back what they still hold."""
-        while self._held:
-            self._kv.release(self._held.popitem()[1])
+    def end(self, step: float = inf) -> None:
+        """Outside holders give back what they hold until this step; or all of it."""
+        for until, handle in self._held:
+            if until <= step:
+                self._kv.release(handle)
+        self._held = [held for held in self._held if held[0] > step]
 
     def ask_for_pages(self, number: int, for_whom: str) -> None:
         """The page manager's gate: called before fresh pages are taken."""
@@ -146,7 +150,8 @@ class FaultInjector:
             if isinstance(fault, NanLogits) and fault.call == self._calls - 1:
                 hit = [request_id for request_id in rows if fault.request_id in (None, request_id)]
                 result.update((request_id, [float("nan")] * len(rows[request_id])) for request_id in hit)
-                self._fire(fault)
+                if hit:
+                    self._fire(fault)
         return result
 
     def _fire(self, fault: Fault) -> None:

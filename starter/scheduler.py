@@ -317,7 +317,7 @@ class ContinuousBatchScheduler:
             refusal = self._reserve(sequence)
             if refusal is None:
                 return True
-            if len(self._running) == 1 and self._refused_too_often(sequence, refusal):
+            if [*self._running] == [sequence.id] and self._refused_too_often(sequence, refusal):
                 return False
             if self._running.get(sequence.id) is sequence:
                 self._preempt(plan, max(self._running.values(), key=lambda running: running.order), sequence)

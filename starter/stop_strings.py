@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Watches a text for stop strings. A push costs O(total length of the stop strings + pushed text)."""
+    """Watches a text for stop strings. A push costs at most O(S * (S + pushed text)), S being their total length."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)

@@ -36,8 +36,9 @@ from starter.schema import (
 from starter.timeline import VirtualClock, read_timeline
 from starter.weights import seeded_weights
 from tests.paths import FIXTURE, ROOT, TIMELINE
-from tests.support import CONFIG, oracle
+from tests.support import CONFIG, FaultyBackend, oracle
 
+BUFFERED = {**os.environ, "PYTHONUNBUFFERED": ""}  # as it is where nobody says otherwise
 REQUESTS = (Request("a", (3, 1, 4), 6), Request("b", (1,), 9, arrival=1.0), Request("gone", (2, 7), 20))
 SCENARIO = Scenario(
     1, "small", CONFIG, SeededWeights(71), CharacterVocabulary("abcdefghijklmnopq世é€"), REQUESTS,
@@ -121,6 +122,11 @@ class ScenarioTest(Case):
             self.assertTrue(result.out.endswith("\nThe output DIFFERS from the golden tokens: b\n"))
             self.assertEqual(result.out.count("differs"), 1)
 
+    def test_an_output_that_is_too_short_or_too_long_differs(self) -> None:
+        right = SCENARIO.golden.tokens["b"]
+        for golden in ((), right[:-1], (*right, 0)):
+            self.assertEqual(run("--fixture", self.write(with_golden("b", golden), "other.json"), "--quiet").code, 1)
+
     def test_a_cancelled_request_may_stop_early_but_must_agree_so_far(self) -> None:
         first, *rest = SCENARIO.golden.tokens["gone"]
         for golden, code in (((first, *rest[:8]), 0), ((first, *rest[:8], 0, 0, 0), 0), (((first + 1) % 20, *rest), 1),
@@ -136,7 +142,8 @@ class ScenarioTest(Case):
         for options in (("--page-size", 3, "--budget", 5, "--num-pages", 12), ("--page-size", 1, "--num-pages", 22),
                         ("--max-running", 1), ("--batching", "static"), ("--batching", "none"), ("--no-cache",),
                         ("--seed", 5), ("--policy", "fcfs"), ("--budget", 1, "--max-running", 2), ("--backend", "cpu"),
-                        ("--kv-quantization", "none"), ("--clock", "virtual")):
+                        ("--num-pages", 7, "--preemption", "swap", "--host-pages", 9), ("--prefix-sharing",),
+                        ("--policy", "shortest"), ("--kv-quantization", "none"), ("--clock", "virtual")):
             with self.subTest(options=options):
                 result = run("--fixture", self.file, *options)
                 self.assertEqual((result.code, result.err), (0, ""))
@@ -160,11 +167,14 @@ class ScenarioTest(Case):
 
     def test_several_samples_have_a_line_each(self) -> None:
         request = Request("r", (3, 1), 4, sampling=SamplingParams(temperature=2.0, n=3))
-        result = run("--fixture", self.write(replace(SCENARIO, requests=(request,), events=(), golden=None), "n.json"))
+        scenario = replace(SCENARIO, requests=(request,), events=(), golden=None)
+        result = run("--fixture", self.write(scenario, "samples.json"))
         self.assertEqual(result.code, 0)
-        results = [line.split()[:3] for line in result.out.splitlines()]
-        for name in ("r", "r#1", "r#2"):
-            self.assertIn([name, "4", "length"], results)
+        with InferenceEngine.from_scenario(scenario) as engine:
+            events = [event for played in play(engine, scenario) for event in played.events]
+        for number, name in enumerate(("r", "r#1", "r#2")):
+            text = "".join(event.text for event in events if event.sample == number)
+            self.assertRegex(result.out, rf"\n{name} +4 +length +- +{text!r}\n")
 
 
 class OutputTest(Case):
@@ -329,6 +339,34 @@ class CheckpointTest(Case):
         self.assertEqual(document["texts"], wanted)
         self.assertEqual(document["metrics"]["finished"]["length"] + document["metrics"]["finished"]["stop"], 2)
 
+    def test_samples_and_stop_strings(self) -> None:
+        options = ("--checkpoint", self.folder, "--prompt", "abc", "--max-tokens", 9, "--n", 3, "--temperature", 9,
+                   "--seed", 5, "--top-k", 200)
+        sampling = SamplingParams(temperature=9.0, top_k=200, n=3)
+        with InferenceEngine.from_checkpoint(self.folder, "cpu", seed=5) as engine:
+            tokens, wanted = engine.tokenizer.encode("abc", bos=True), ["abc"] * 3
+            for event in engine.stream(engine.submit(tokens, 9, request_id="prompt-1", sampling=sampling)):
+                wanted[event.sample] += event.text
+        names = ["prompt-1", "prompt-1#1", "prompt-1#2"]
+        self.assertEqual(len(set(wanted)), 3)
+        document = strict_json(run(*options, "--json").out)
+        self.assertEqual((document["texts"], document["failures"]), (dict(zip(names, wanted)), {}))
+        self.assertIn("".join(f"--- {name}\n{text}\n" for name, text in zip(names, wanted)), run(*options).out)
+        stop = wanted[0][5:7]
+        stopped = strict_json(run(*options, "--json", "--stop", stop).out)["texts"]["prompt-1"]
+        self.assertEqual(stopped, wanted[0][:3] + wanted[0][3:].partition(stop)[0])
+
+    def test_a_prompt_that_does_not_finish(self) -> None:
+        """Exit code 1, and why, on standard error; the others are shown."""
+        failing = FaultyBackend(spoiled=[self.PIECES.index("h")])
+        for further in ((), ("--prompt", "abc")):
+            with mock.patch("starter.loading.load_backend", return_value=failing):
+                result = run("--checkpoint", self.folder, "--prompt", "h", *further, "--max-tokens", 3)
+            self.assertEqual(result.code, 1)
+            self.assertRegex(result.err, r"^error: prompt-1 did not finish: BackendError: .*\n$")
+            if further:
+                self.assertIn(f"--- prompt-2\n{self.texts(['abc'], 3)['prompt-1']}\n", result.out)
+
     def test_engine_options_and_the_timeline(self) -> None:
         timeline = self.folder / "run.jsonl"
         result = run("--checkpoint", self.folder, "--max-tokens", 5, "--page-size", 2, "--budget", 3, "--quantization",
@@ -352,7 +390,7 @@ class ProgramTest(Case):
     """As a program of its own, from a folder that is not the project's."""
 
     def start(self, *arguments: object, **further: Any) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, **further.pop("environment", {})}
+        environment = {**BUFFERED, **further.pop("environment", {})}
         return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, cwd=self.folder, check=False,
                               text=True, env=environment, encoding=further.get("encoding", "utf-8"))
 
@@ -385,12 +423,14 @@ class ProgramTest(Case):
     def test_standard_output_that_takes_no_more(self) -> None:
         for further in ((), ("--json",)):
             command = [sys.executable, ROOT / "starter" / "driver.py", "--fixture", self.file, *further]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                  env=BUFFERED) as process:
                 process.stdout.close()  # as `| head -1` does
                 self.assertEqual((process.wait(), process.stderr.read()), (0, ""))
             if Path("/dev/full").exists():
                 with open("/dev/full", "w", encoding="utf-8") as full:
-                    done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+                    done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+                                          env=BUFFERED)
                 self.check_refused(Run(done.returncode, "", done.stderr), "No space left")
 
 

@@ -1,4 +1,4 @@
-"""The service: batch equals solo bit by bit; events, submit and ids, samples, generate, steps."""
+"""The service: batch equals solo bit by bit; events, submit and ids, generate, steps."""
 
 from __future__ import annotations
 
@@ -9,28 +9,8 @@ from dataclasses import replace
 from itertools import product
 from math import exp, fsum, log, nan
 
-from support import (
-    CONFIG,
-    CONTEXT,
-    FIVE,
-    HEALTHY,
-    HEALTHY_FIVE,
-    POISON,
-    ROOMY,
-    SERVINGS,
-    TIGHT,
-    VOCABULARY,
-    Ask,
-    EngineCase,
-    FaultyBackend,
-    failing_on,
-    make_engine,
-    oracle,
-    outcome,
-    prompt_of,
-    solo,
-)
-
+from starter.cpu_backend import CpuBackend
+from starter.engine import InferenceEngine
 from starter.errors import (
     BackendError,
     CapacityError,
@@ -41,8 +21,32 @@ from starter.errors import (
     SchemaError,
     UnknownRequestError,
 )
+from starter.loading import Loaded
+from starter.model import Model
 from starter.reference import reference_logits
-from starter.schema import SamplingParams, TokenEvent
+from starter.sampling import Draws, sample
+from starter.schema import CharacterVocabulary, SamplingParams, TokenEvent
+from starter.tokenizer import CharacterTokenizer, TextStream
+from tests.support import (
+    CONFIG,
+    CONTEXT,
+    FIVE,
+    HEALTHY,
+    POISON,
+    SERVINGS,
+    TIGHT,
+    VOCABULARY,
+    WEIGHTS,
+    Ask,
+    EngineCase,
+    FaultyBackend,
+    failing_on,
+    make_engine,
+    oracle,
+    outcome,
+    prompt_of,
+    solo,
+)
 
 
 class BatchEqualsSolo(EngineCase):
@@ -56,6 +60,14 @@ class BatchEqualsSolo(EngineCase):
                 self.assertEqual([token for token, _ in tokens], oracle(prompt, 8))
                 logits = reference_logits(CONFIG, parameters, prompt)
                 self.assertAlmostEqual(tokens[0][1], logits[tokens[0][0]] - log(fsum(map(exp, logits))), places=10)
+
+    def test_the_next_token_is_drawn_with_the_next_random_number(self) -> None:
+        parameters, params = HEALTHY.model.parameters(), SamplingParams(1.5, seed=5)
+        tokens, draws = [1, 2, 3], Draws(params, "x", 0, 0)
+        while len(tokens) < 3 + 12:
+            tokens.append(sample(reference_logits(CONFIG, parameters, tokens), params, draws).token)
+            draws.accept()
+        self.assertEqual([token for token, _ in solo(Ask((1, 2, 3), 12, params))[0]], tokens[3:])
 
     def random_ask(self, dice: random.Random) -> Ask:
         sampling = dice.choice((
@@ -121,19 +133,6 @@ class BatchEqualsSolo(EngineCase):
                 self.submit(engine, FIVE)
                 self.check_outcomes(engine, FIVE)
 
-    def test_shared_prefixes(self) -> None:
-        """K013, K021, K026, K040: whole pages in common, submitted together and later, evicted meanwhile."""
-        prompt = (1, 2, 3, 4, 5, 6, 7, 8)
-        for length, num_pages in product((3, 4, 5, 7, 8), (5, 6, 40)):
-            engine = make_engine(page_size=4, num_pages=num_pages, prefix_sharing=True, budget_tokens=40)
-            asks = {f"r{i}": Ask(prompt[:length] + (9,) * (i % 3), 4) for i in range(8)}
-            self.submit(engine, asks)
-            self.submit(engine, {"other": Ask((11,) * 9, 5)})
-            self.check_ask(list(engine.stream("other")), "other", Ask((11,) * 9, 5))
-            self.check_outcomes(engine, asks)
-            self.submit(engine, asks)
-            self.check_outcomes(engine, asks)
-
     def test_numbers_left_in_free_pages_do_no_harm(self) -> None:
         """K066: NaN in every free slot, before the run and again in every step."""
         engine = make_engine(**TIGHT)
@@ -170,6 +169,33 @@ class Events(EngineCase):
                 self.check_events(events, ("stop",))
                 self.assertEqual([event.token for event in events], tokens[:length])
                 self.check_empty(engine)
+
+    def test_end_of_sequence(self) -> None:
+        """Also right after the prompt; ignored where that is asked for, and without a chance before min_tokens."""
+        tokens = oracle((3, 1, 4), 8)
+        for end in sorted(set(tokens)):
+            loaded = Loaded(Model(replace(CONFIG, eos_tokens=(end,)), WEIGHTS, CpuBackend()), HEALTHY.tokenizer, {})
+            for sampling, expected in ((SamplingParams(), tokens[:tokens.index(end) + 1]),
+                                       (SamplingParams(ignore_eos=True), tokens)):
+                engine = InferenceEngine(loaded)
+                events = list(engine.stream(engine.submit([3, 1, 4], 8, sampling=sampling)))
+                self.check_events(events, ("stop", "length"))
+                self.assertEqual([event.token for event in events], expected)
+            engine = InferenceEngine(loaded)
+            events = list(engine.stream(engine.submit([3, 1, 4], 8, sampling=SamplingParams(min_tokens=8))))
+            self.assertEqual((len(events), {event.token for event in events} & {end}), (8, set()))
+
+    def test_the_text_goes_on_from_the_prompts(self) -> None:
+        class Pairs(CharacterTokenizer):
+            """Spells a token with the one before it."""
+
+            def stream(self) -> TextStream:
+                return TextStream(lambda previous, token: f"{previous}-{token} ".encode())
+
+        engine = InferenceEngine(Loaded(HEALTHY.model, Pairs(CharacterVocabulary("a")), {}))
+        text = "".join(event.text for event in engine.stream(engine.submit([3, 1, 4], 2)))
+        first, second = oracle((3, 1, 4), 2)
+        self.assertEqual(text, f"4-{first} {first}-{second} ")
 
     def test_text_is_what_the_tokens_spell_up_to_a_stop_string(self) -> None:
         """K053 to K056: nothing of the stop string is shown, nothing before it is lost."""
@@ -216,7 +242,9 @@ class Events(EngineCase):
         engine.step()
         events += engine.poll("a")
         self.assertEqual((len(events), engine.poll("a")), (3, []))
-        events += engine.stream("a")
+        engine.run()
+        while len(events) < 6:
+            events.append(next(engine.stream("a")))
         self.check_events(events, ("length",))
         for use in (engine.stream, engine.poll, engine.cancel, engine.status):
             for name in ("a", "never", "", 7, None):
@@ -245,6 +273,7 @@ class Submit(EngineCase):
         engine.submit([1, 2, 3], 4, request_id="live", sampling=SamplingParams(n=2))
         engine.step()
         engine.submit([1], 0, request_id="unread")
+        engine.submit([1, 2], 3, request_id="y#1")
         before = self.picture(engine)
         for error, prompt, max_tokens, further in (
                 (RequestError, [], 4, {}), (RequestError, "text", 4, {}), (RequestError, 5, 4, {}),
@@ -256,6 +285,7 @@ class Submit(EngineCase):
                 (CapacityError, [0] * CONTEXT, 1, {}), (CapacityError, [1] * 32, 2, {}),  # 33 slots, the pool has 32
                 (CapacityError, [1] * 30, 4, {}), (DuplicateRequestError, [1], 1, {"request_id": "live"}),
                 (DuplicateRequestError, [1], 1, {"request_id": "live#1"}),  # the id of its second sample
+                (DuplicateRequestError, [1], 1, {"request_id": "y", "sampling": SamplingParams(n=2)}),
                 (DuplicateRequestError, [1], 1, {"request_id": "unread"}),
                 (RequestError, [1], 1, {"request_id": ""}), (RequestError, [1], 1, {"request_id": 7}),
                 (RequestError, [1], 1, {"stop_tokens": [VOCABULARY]}), (RequestError, [1], 1, {"stop_tokens": [-1]}),
@@ -266,8 +296,9 @@ class Submit(EngineCase):
                 with self.assertRaises(error):
                     engine.submit(prompt, max_tokens, **further)
                 self.assertEqual(self.picture(engine), before)
-        self.assertEqual(engine.submit([1] * 32, 1), "request-2")  # the largest that fits; the refused took no number
-        self.assertEqual(len(list(engine.stream("request-2"))), 1)
+        self.assertEqual(engine.submit([1] * 32, 1), "request-3")  # the largest that fits; the refused took no number
+        self.assertEqual(len(list(engine.stream("request-3"))), 1)
+        self.check_ask(list(engine.stream("y#1")), "y#1", Ask((1, 2), 3))
         self.check_ask(list(engine.stream("live")), "live", Ask((1, 2, 3), 4, SamplingParams(n=2)))
 
     def test_the_queue_is_bounded(self) -> None:
@@ -325,75 +356,6 @@ class Submit(EngineCase):
                          [("running", 1), ("waiting", 0)])
         engine.run()
         self.assertEqual((engine.status("a").state, engine.status("a").finish_reason), ("finished", "length"))
-
-
-class Samples(EngineCase):
-    def test_each_has_its_own_tokens_indices_and_end(self) -> None:
-        """K075: deterministic, not all equal; those that end early take nothing from the others."""
-        sampling = SamplingParams(1.5, seed=7, n=4)
-        for stop in ((), (3, 11)):
-            ask = Ask((1, 2, 3), 8, sampling, stop)
-            alone = solo(ask)
-            self.assertGreater(len(set(alone)), 2)
-            self.assertEqual(alone[0], solo(Ask((1, 2, 3), 8, replace(sampling, n=1), stop))[0])
-            for settings in (TIGHT, ROOMY, {**TIGHT, "preemption": "swap"}, {**ROOMY, "use_cache": False}):
-                engine = make_engine(**settings)
-                self.submit(engine, {"x": ask, **FIVE})
-                self.check_outcomes(engine, {"x": ask, **FIVE})
-        self.assertGreater(len({len(tokens) for tokens in alone}), 1)
-
-    def test_greedy_ones_are_equal_and_share_the_prompts_pages(self) -> None:
-        engine = make_engine(page_size=4)
-        engine.submit([1, 2, 3, 4, 5, 6, 7, 8, 9], 3, request_id="x", sampling=SamplingParams(n=5))
-        engine.step()
-        engine.step()
-        self.assertEqual(engine.kv.total_pages - engine.kv.free_pages, 2 + 5)  # two full pages for all, a tail each
-        events = list(engine.stream("x"))
-        self.assertEqual({outcome(events, i) for i in range(5)}, {solo(Ask((1, 2, 3, 4, 5, 6, 7, 8, 9), 3))[0]})
-        self.check_empty(engine)
-
-    def test_short_ones(self) -> None:
-        for max_tokens in (0, 1, 2):
-            ask = Ask((1, 2), max_tokens, SamplingParams(1.0, n=3))
-            engine = make_engine()
-            self.submit(engine, {"x": ask})
-            events = list(engine.stream("x"))
-            for number, expected in enumerate(solo(ask, "x")):
-                self.check_events(events, ("length",), number)
-                self.assertEqual((outcome(events, number), len(expected)), (expected, max_tokens))
-            self.check_empty(engine)
-
-    def test_cancel_ends_all(self) -> None:
-        """K001: after any number of steps; the id is free again, whichever sample had ended before."""
-        for seed, first_to_end in ((5, 0), (3, 1), (7, 2)):
-            ask = Ask((1, 2, 3), 6, SamplingParams(1.5, seed=seed, n=3), (3, 11))
-            lengths = [len(tokens) for tokens in solo(ask, "x")]
-            self.assertEqual(lengths.index(min(lengths)), first_to_end)
-            for k in range(max(lengths)):
-                engine = make_engine(**TIGHT)
-                self.submit(engine, {"x": ask, "a": FIVE["a"]})
-                for _ in range(k):
-                    engine.step()
-                if engine.status("x").finish_reason:
-                    break
-                engine.cancel("x")
-                engine.kv.check()
-                self.assertEqual(engine.active, () if engine.status("a").finish_reason else ("a",))
-                old = engine.stream("x")
-                self.submit(engine, {"x": ask})
-                events = list(old)
-                for number in range(3):
-                    self.check_events(events, ("cancelled", "stop", "length"), number)
-                    if [event for event in events if event.sample == number][-1].finish_reason == "cancelled":
-                        self.assertEqual(outcome(events, number), ())
-                self.check_outcomes(engine, {"x": ask, "a": FIVE["a"]})
-
-    def test_a_failure_of_the_prompt_ends_all(self) -> None:
-        engine = make_engine(failing_on(POISON), **TIGHT)
-        self.submit(engine, {"x": Ask((1, POISON), 4, SamplingParams(1.0, n=3)), **HEALTHY_FIVE})
-        events = list(engine.stream("x"))
-        self.assertEqual([(e.sample, e.index, e.finish_reason) for e in events], [(i, 0, "error") for i in range(3)])
-        self.check_outcomes(engine, HEALTHY_FIVE)
 
 
 class Generate(EngineCase):

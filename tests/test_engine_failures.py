@@ -1,14 +1,15 @@
-"""What may not disturb anybody else: cancels, failing backends, interrupts, outside holders of pages, threads."""
+"""What may not disturb anybody else: cancels, failing backends, interrupts, outside holders of pages."""
 
 from __future__ import annotations
 
 import unittest
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from itertools import count, product
-from threading import Event, Thread
 
-from support import (
+from starter.engine import InferenceEngine
+from starter.scheduler import REFUSAL_LIMIT
+from starter.schema import SamplingParams
+from tests.support import (
     FIVE,
     HEALTHY_FIVE,
     POISON,
@@ -24,14 +25,6 @@ from support import (
     outcome,
     solo,
 )
-
-from starter.engine import InferenceEngine
-from starter.errors import (
-    EngineError,
-    UnknownRequestError,
-)
-from starter.scheduler import REFUSAL_LIMIT
-from starter.schema import SamplingParams, TokenEvent
 
 
 class Cancel(EngineCase):
@@ -94,6 +87,24 @@ class Cancel(EngineCase):
             others = {**FIVE, "a": Ask((7, 7), 4)}
             self.check_outcomes(engine, others if again else {n: ask for n, ask in FIVE.items() if n != "a"})
         self.assertGreater(k, 4)
+
+    def test_a_failure_of_the_old_request_is_none_of_the_new_one(self) -> None:
+        """Cancelled and submitted again while the decoder computes, which then fails."""
+        engine = make_engine(backend := FaultyBackend())
+        engine.submit([1, 2, 3], 5, request_id="x")
+        old, new = engine.stream("x"), Ask((7, 7), 4)
+
+        def fault(moment: str, tokens: Sequence[int]) -> None:
+            if not engine.status("x").finish_reason and len(tokens) == 3:
+                engine.cancel("x")
+                new.submit(engine, "x")
+            raise OSError("too late")
+
+        backend.fault = fault
+        engine.step()
+        backend.fault = lambda moment, tokens: None
+        self.assertEqual([event.finish_reason for event in old], ["cancelled"])
+        self.check_outcomes(engine, {"x": new})
 
     def test_of_a_finished_request_does_nothing(self) -> None:
         engine = make_engine()
@@ -273,13 +284,30 @@ class Failures(EngineCase):
                 engine.kv.release(engine.scheduler.handle(name))
                 self.check_outcomes(engine, FIVE, failed=name)
 
+    def test_pages_released_while_the_decoder_computes(self) -> None:
+        for k in range(6):
+            engine = make_engine(backend := FaultyBackend(), **ROOMY)
+            self.submit(engine, FIVE)
+            for _ in range(k):
+                engine.step()
+
+            def release(moment: str, tokens: Sequence[int], engine=engine, backend=backend) -> None:
+                backend.fault = lambda moment, tokens: None
+                engine.kv.release(engine.scheduler.handle("a"))
+
+            backend.fault = release
+            engine.step()
+            self.assertRegex(engine.poll("a")[-1].error, "StaleHandleError")
+            self.check_outcomes(engine, {name: ask for name, ask in FIVE.items() if name != "a"})
+
     def test_pages_held_outside_for_ever_end_a_request_with_an_error(self) -> None:
         engine = make_engine(page_size=2, num_pages=4)
         outside = engine.kv.allocate("outside", 6)
         small = Ask((4,), 2)
-        self.submit(engine, {"big": Ask((1, 2, 3), 4), "small": small})
+        self.submit(engine, {"big": Ask((1, 2, 3), 4, SamplingParams(n=3)), "small": small})
         events = list(engine.stream("big"))
-        self.check_events(events, ("error",))
+        for number in range(3):
+            self.check_events(events, ("error",), number)
         self.assertRegex(events[-1].error, "OutOfPagesError")
         self.assertLessEqual(engine.steps, 2 + REFUSAL_LIMIT)
         engine.kv.release(outside)
@@ -305,101 +333,6 @@ class Failures(EngineCase):
                 engine.kv.release(fork)
                 self.check_outcomes(engine, {"c": FIVE["c"]})
 
-
-class Threads(EngineCase):
-    """Every method may be called from any thread; the engine pulls, or runs steps in a thread of its own."""
-
-    def in_threads(self, work: Callable[[int], None]) -> None:
-        problems: list[BaseException] = []
-
-        def guarded(number: int) -> None:
-            try:
-                work(number)
-            except BaseException as problem:
-                problems.append(problem)
-
-        threads = [Thread(target=guarded, args=(number,), daemon=True) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-            self.assertFalse(thread.is_alive(), "a reader waits for ever")
-        if problems:
-            raise problems[0]
-
-    def test_eight_readers(self) -> None:
-        """K118: each submits, streams and cancels its own, and all share one more stream."""
-        for started in (False, True):
-            with make_engine(page_size=2, num_pages=24, budget_tokens=9, max_running=6) as engine:
-                if started:
-                    engine.start()
-                    engine.start()
-                common = Ask((6, 6, 6), 20)
-                self.submit(engine, {"common": common})
-                reader_of_all = engine.stream("common")
-                shared: list[TokenEvent] = []
-
-                def work(number: int, engine=engine, shared=shared) -> None:
-                    for i in range(3):
-                        name, ask = f"{number}.{i}", Ask((number, i + 1), 5)
-                        self.submit(engine, {name: ask})
-                        doomed = engine.submit([number] * 4, 9)
-                        reader = engine.stream(name)
-                        with suppress(UnknownRequestError, StopIteration):  # its last event may have been read
-                            shared.append(next(engine.stream("common")))
-                        self.check_ask(list(reader), name, ask)
-                        engine.cancel(doomed)
-                        self.assertIn(engine.poll(doomed)[-1].finish_reason, ("cancelled", "length"))
-
-                self.in_threads(work)
-                shared += reader_of_all
-                self.check_ask(sorted(shared, key=lambda event: event.index), "common", common)
-                self.check_empty(engine)
-
-    def test_nobody_waits_for_the_decoder(self) -> None:
-        """Submit, cancel, poll, status and metrics return while a step is being computed."""
-        computing, go_on = Event(), Event()
-
-        def fault(moment: str, tokens: Sequence[int]) -> None:
-            computing.set()
-            self.assertTrue(go_on.wait(30))
-
-        with make_engine(FaultyBackend(fault), **ROOMY) as engine:
-            self.submit(engine, {"a": FIVE["a"]})
-            engine.start()
-            self.assertTrue(computing.wait(30))
-            self.submit(engine, {"b": FIVE["b"], "c": FIVE["c"]})
-            self.assertEqual((engine.active, engine.poll("a")), (("a", "b", "c"), []))
-            engine.cancel("a")
-            engine.cancel("b")
-            self.assertEqual((engine.status("a").finish_reason, engine.metrics().finished["cancelled"]),
-                             ("cancelled", 2))
-            go_on.set()
-            self.check_ask(list(engine.stream("c")), "c", FIVE["c"])
-            self.assertEqual([event.token for name in "ab" for event in engine.poll(name)], [None, None])
-
-    def test_a_thread_that_stops_tells_its_readers(self) -> None:
-        def fault(moment: str, tokens: Sequence[int]) -> None:
-            raise KeyboardInterrupt
-
-        engine = make_engine(FaultyBackend(fault))
-        self.submit(engine, {"a": FIVE["a"]})
-        engine.start()
-        with self.assertRaisesRegex(EngineError, "thread has stopped: KeyboardInterrupt"):
-            list(engine.stream("a"))
-        engine.close()
-        self.assertEqual(engine.kv.free_pages, engine.kv.total_pages)
-
-    def test_close_ends_the_thread_and_the_readers(self) -> None:
-        engine = make_engine(budget_tokens=1, max_running=1)
-        engine.start()
-        self.submit(engine, {f"{number}": Ask((number,), 100) for number in range(8)})
-        readers = [engine.stream(f"{number}") for number in range(8)]
-        first = next(readers[0])
-        engine.close()
-        self.in_threads(lambda number: self.check_events(
-            [*([first] if number == 0 else []), *readers[number]], ("cancelled", "length")))
-        self.check_empty(engine)
 
 if __name__ == "__main__":
     unittest.main()

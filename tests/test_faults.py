@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import unittest
 
-from starter import load_scenario
 from starter.engine import InferenceEngine
 from starter.errors import RequestError
 from starter.faults import AbnormalRelease, BackendFault, Fault, MemoryCut, NanLogits, RefusedPages, SlowConsumer
-from starter.play import play, tokens_of
-from starter.schema import parse_scenario
-from tests.paths import FIXTURE
-from tests.support import FIVE, SERVINGS, TIGHT, EngineCase, make_engine
+from starter.play import play
+from starter.scheduler import REFUSAL_LIMIT
+from starter.schema import CharacterVocabulary, EngineSettings, Request, Scenario, SeededWeights, parse_scenario
+from starter.timeline import VirtualClock
+from tests.support import CONFIG, FIVE, SERVINGS, TIGHT, EngineCase, failing_at, make_engine
 
 
 class FaultsTest(EngineCase):
@@ -95,34 +94,70 @@ class FaultsTest(EngineCase):
         engine.close()
         self.check_empty(engine)
 
-    def test_a_slow_consumer_gets_everything_in_the_end(self) -> None:
-        fixture = load_scenario(FIXTURE)
-        slow = dataclasses.replace(fixture, faults=(SlowConsumer("exact"),))
-        with InferenceEngine.from_scenario(slow) as engine:
-            steps = list(play(engine, slow))
-        readers = [{event.request_id for event in played.events} for played in steps]
-        self.assertFalse(any("exact" in names and len(names) > 1 for names in readers))
-        self.assertIn({"exact"}, readers)
-        tokens = tokens_of([event for played in steps for event in played.events])
-        assert fixture.golden
-        self.assertEqual(tokens["exact"], list(fixture.golden.tokens["exact"]))
+    def test_each_kind_from_a_scenario_file(self) -> None:
+        """Its JSON says what the code says; played, it does what the code does."""
+        kinds = (({"kind": "backend", "call": 1, "request_id": "c"}, BackendFault(1, "c"), "c"),
+                 ({"kind": "backend", "call": 2, "request_id": None}, BackendFault(2), ""),
+                 ({"kind": "nan_logits", "call": 1, "request_id": "b"}, NanLogits(1, "b"), "b"),
+                 ({"kind": "refused_pages", "ask": 1}, RefusedPages(1), ""),
+                 ({"kind": "abnormal_release", "step": 2, "request_id": "a"}, AbnormalRelease(2, "a"), "a"),
+                 ({"kind": "memory_cut", "step": 1, "pages": 2, "until": 5}, MemoryCut(1, 2, 5), ""),
+                 ({"kind": "slow_consumer", "request_id": "e"}, SlowConsumer("e"), ""))
+        requests = tuple(Request(name, ask.prompt, ask.max_tokens) for name, ask in FIVE.items())
+        quiet = Scenario(1, "faults", CONFIG, SeededWeights(71), CharacterVocabulary("abcdefghijklmnopqrst"), requests,
+                         engine=EngineSettings(**TIGHT))
+        for written, fault, failed in kinds:
+            with self.subTest(written):
+                scenario = parse_scenario(json.dumps({**quiet.to_dict(), "faults": [written]}))
+                self.assertEqual((scenario.faults, scenario.to_dict()["faults"]), ((fault,), [written]))
+                with InferenceEngine.from_scenario(scenario, clock=VirtualClock()) as engine:
+                    steps = [played.events for played in play(engine, scenario)]
+                events = [event for step in steps for event in step]
+                for name, ask in FIVE.items():
+                    self.check_ask([event for event in events if event.request_id == name], name, ask, name == failed)
+                self.check_empty(engine)
+                if isinstance(fault, SlowConsumer):  # nothing goes wrong in the engine: its reader comes last
+                    self.assertEqual({event.request_id for event in events[-7:]}, {"e"})
+                else:
+                    self.assertIn(type(fault).__name__, self.fired(engine))
 
-    def test_from_a_scenario_file(self) -> None:
-        document = load_scenario(FIXTURE).to_dict()
-        document["faults"] = [{"kind": "backend", "call": 4, "request_id": "long"},
-                              {"kind": "nan_logits", "call": 16, "request_id": "across"},
-                              {"kind": "memory_cut", "step": 6, "pages": 5, "until": 12}]
-        scenario = parse_scenario(json.dumps(document))
-        self.assertEqual(scenario.faults, (BackendFault(4, "long"), NanLogits(16, "across"), MemoryCut(6, 5, 12)))
-        with InferenceEngine.from_scenario(scenario) as engine:
-            events = [event for played in play(engine, scenario) for event in played.events]
-            engine.kv.check()
-        ends = {event.request_id: event.finish_reason for event in events if event.finish_reason}
-        self.assertEqual({name for name, reason in ends.items() if reason == "error"}, {"long", "across"})
-        assert scenario.golden
-        for name, tokens in tokens_of(events).items():
-            golden = list(scenario.golden.tokens[name])
-            self.assertEqual(tokens, golden[:len(tokens)] if name in ("long", "across", "cancelled") else golden)
+    def test_everything_counts_from_the_injection(self) -> None:
+        """On an engine that has worked, the k-th step, call and ask are the k-th from now; so it is in a scenario."""
+        engine = make_engine(page_size=1, num_pages=40)
+        for _ in range(3):
+            self.submit(engine, {"d": FIVE["d"]})
+            self.check_outcomes(engine, {"d": FIVE["d"]})
+        self.submit(engine, {"b": FIVE["b"], "c": FIVE["c"]})
+        engine.inject([MemoryCut(1, 5, 3), NanLogits(2, "c"), RefusedPages(3), BackendFault(3)])
+        engine.run()
+        fired = [(event["kind"], event["step"] - 3) for event in engine.timeline if event["event"] == "fault"]
+        self.assertEqual(fired, [("MemoryCut", 1), ("RefusedPages", 1), ("NanLogits", 2), ("BackendFault", 3)])
+        self.check_outcomes(engine, {"b": FIVE["b"], "c": FIVE["c"]}, failed=["c"])
+
+    def test_a_step_that_is_interrupted_takes_no_memory_twice(self) -> None:
+        """The next one plans it again; what was cut in the first is given back all the same."""
+        for call in range(8):
+            engine = make_engine(failing_at(call, "start", KeyboardInterrupt()), **TIGHT)
+            self.submit(engine, FIVE)
+            engine.inject([MemoryCut(2, 2, 4), MemoryCut(2, 2, 4), MemoryCut(4, 1, 9)])  # equal ones are two
+            with self.assertRaises(KeyboardInterrupt):
+                engine.run()
+            self.check_outcomes(engine, FIVE)
+
+    def test_what_hits_nobody_is_not_told(self) -> None:
+        engine = self.check([NanLogits(0, "nobody"), AbnormalRelease(1, "nobody"), BackendFault(0, "nobody")], ())
+        self.assertEqual(self.fired(engine), [])
+
+    def test_taken_away_from_one_that_was_refused_often_ends_it_once(self) -> None:
+        engine = make_engine(page_size=1, num_pages=40)
+        self.submit(engine, {"a": FIVE["a"], "b": FIVE["b"]})
+        engine.inject([AbnormalRelease(2, "a")])
+        engine.step()
+        engine.scheduler._find("a").refusals = REFUSAL_LIMIT - 1
+        ended = [name for _ in range(4) for name in engine.step().finished]
+        self.assertEqual(ended, ["a"])
+        self.assertIn("StaleHandleError", str(engine._streams["a"].events[-1].error))
+        self.check_outcomes(engine, {"a": FIVE["a"], "b": FIVE["b"]}, failed=["a"])
 
     def test_a_cut_that_ends_before_it_begins(self) -> None:
         self.assertRaisesRegex(RequestError, "until must be after step 5", MemoryCut, 5, 1, 5)

@@ -141,6 +141,53 @@ class Blocked(ThreadsCase):
         self.assertFalse(closer.is_alive())
 
 
+class Closed(ThreadsCase):
+    def test_between_a_readers_look_and_its_step(self) -> None:
+        """A reader finds no news and is about to run a step when another thread closes the engine."""
+        class Closing:
+            """In place of the lock: the engine is closed when the step enters it, after the reader has."""
+            entered = 0
+
+            def __enter__(self) -> None:
+                self.entered += 1
+                if self.entered == 2:
+                    engine.close()
+
+            def __exit__(self, *exception: object) -> None:
+                pass
+
+        engine = make_engine()
+        Ask((1, 2), 5).submit(engine, "r")
+        reader = engine.stream("r")
+        engine._stepping = Closing()
+        self.assertEqual([(event.token, event.finish_reason) for event in reader], [(None, "cancelled")])
+        self.assertRaisesRegex(EngineError, "closed", engine.step)
+
+    def test_while_eight_readers_run_the_steps(self) -> None:
+        """Without a thread of the engine's own: each reader gets its last event, whoever is computing."""
+        computing, go_on = Event(), Event()
+
+        def wait(moment: str, tokens: object) -> None:
+            computing.set()
+            self.assertTrue(go_on.wait(PATIENCE))
+
+        engine = make_engine(FaultyBackend(wait))
+        for i in range(8):
+            Ask((i,), 20).submit(engine, f"r{i}")
+        readers = [engine.stream(f"r{i}") for i in range(8)]
+
+        def work(i: int) -> None:
+            if i == 8:
+                self.assertTrue(computing.wait(PATIENCE))
+                engine.close()
+                go_on.set()
+            else:
+                self.assertEqual([event.finish_reason for event in readers[i]], ["cancelled"])
+
+        self.in_threads(9, work)
+        self.assertEqual((engine.active, engine.kv.free_pages), ((), engine.kv.total_pages))
+
+
 class Bounds(ThreadsCase):
     def test_a_full_queue_refuses_and_says_what_to_do(self) -> None:
         engine = make_engine(max_waiting=2, max_running=1)
