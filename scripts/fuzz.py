@@ -34,11 +34,12 @@ from starter.loading import Loaded
 from starter.model import Model
 from starter.policies import POLICIES
 from starter.schema import CharacterVocabulary, EngineSettings, ModelConfig, SamplingParams, TokenEvent
-from starter.timeline import VirtualClock
+from starter.timeline import Event, VirtualClock
 from starter.tokenizer import CharacterTokenizer
 from starter.weights import seeded_weights
 
 CONTEXT, LONGEST = 32, 24  # of the model; of a request, prompt and output together
+MANY_STEPS = 20_000  # more than any seed needs
 CONFIG = ModelConfig(vocab_size=12, width=8, layers=2, heads=4, kv_heads=2, ffn_width=12, max_context=CONTEXT,
                      eos_tokens=(1,))
 VOCABULARY = CharacterVocabulary("abcdefghij", ("<bos>", "<eos>"))
@@ -126,13 +127,18 @@ class Fuzz:
     rng: random.Random = field(init=False)
     asks: dict[str, Ask] = field(default_factory=dict)
     seen: dict[str, list[TokenEvent]] = field(default_factory=dict)
-    cancelled: set[str] = field(default_factory=set)
+    cancelled: dict[str, int] = field(default_factory=dict)  # with the number of events that were read before
     outside: list[KVHandle] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.engine = make_engine(random_settings(self.rng))
+        self.engine.timeline.listen(self.expect_an_end)
 
+    @staticmethod
+    def expect_an_end(event: Event) -> None:
+        """A timeline listener: steps that go on for ever serve nobody."""
+        assert event["step"] < MANY_STEPS, f"{MANY_STEPS} steps and no end"
     # ------------------------------------------------------------------------------------ operations
 
     def run(self, operations: int) -> None:
@@ -182,7 +188,7 @@ class Fuzz:
         if unread := self.unread():
             request_id = self.rng.choice(unread)
             if self.engine.status(request_id).finish_reason is None:
-                self.cancelled.add(request_id)
+                self.cancelled[request_id] = len(self.seen[request_id])
             self.engine.cancel(request_id)
 
     def read(self) -> None:
@@ -225,7 +231,7 @@ class Fuzz:
         for request_id, ask in self.asks.items():
             if not self.ended(request_id):
                 self.seen[request_id] += self.engine.poll(request_id)
-            check_stream(request_id, ask, self.seen[request_id], request_id in self.cancelled)
+            check_stream(request_id, ask, self.seen[request_id], self.cancelled.get(request_id))
         kv = self.engine.kv
         kv.check()
         assert kv.free_pages == kv.total_pages, f"{kv.total_pages - kv.free_pages} pages are lost"
@@ -236,8 +242,9 @@ class Fuzz:
         self.engine.close()
 
 
-def check_stream(request_id: str, ask: Ask, events: Sequence[TokenEvent], cancelled: bool) -> None:
-    """One last event a sample, indices without gaps, and the tokens that the request yields alone."""
+def check_stream(request_id: str, ask: Ask, events: Sequence[TokenEvent], cancelled: int | None) -> None:
+    """One last event a sample, indices without gaps, and the tokens that the request yields alone; after a cancel, when
+    so many events had been read, none."""
     expected = alone(request_id, ask)
     for number, got in enumerate(by_sample(events, ask.sampling.n)):
         mine = [event for event in events if event.sample == number]
@@ -247,7 +254,10 @@ def check_stream(request_id: str, ask: Ask, events: Sequence[TokenEvent], cancel
         assert [event.index for event in mine] == list(range(len(mine))), where + "indices have gaps"
         wanted = expected[number] if reasons[-1] in ("stop", "length") else expected[number][:len(got)]
         assert got == wanted, where + f"{got} instead of {wanted}"
-        assert cancelled or reasons[-1] != "cancelled", where + "cancelled by nobody"
+        if reasons[-1] == "cancelled":
+            assert cancelled is not None, where + "cancelled by nobody"
+            late = [event.token for event in events[cancelled:] if event.sample == number]
+            assert late == [None], where + f"{late} after the cancel"
 
 
 def run_threads(seed: int) -> None:
@@ -270,7 +280,7 @@ def run_threads(seed: int) -> None:
                         events.append(event)
                         if stop_after is not None and len(events) == stop_after:
                             engine_cancel(engine, request_id)
-                    check_stream(request_id, ask, events, cancelled=stop_after is not None)
+                    check_stream(request_id, ask, events, stop_after)
             except BaseException as problem:  # told by the main thread
                 problems.append(problem)
 

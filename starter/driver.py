@@ -25,7 +25,7 @@ if not __package__:  # run as a file: make the package importable, and its modul
 
 from starter.console import Console
 from starter.engine import InferenceEngine
-from starter.errors import EngineError, SchemaError
+from starter.errors import EngineError, RequestError, SchemaError
 from starter.loading import quantization_config
 from starter.play import play, tokens_of
 from starter.schema import QuantizationConfig, SamplingParams, Scenario, TokenEvent, load_scenario
@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     console = Console(sys.stdout, quiet=options.quiet or options.json)
     try:
+        _check(options)
         code = run_scenario(options, console) if options.fixture else run_prompts(options, console)
         sys.stdout.flush()  # a full disk shows here, not after the end
         return code
@@ -52,6 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         Console(sys.stderr).line("interrupted")
         return 130
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options that would be ignored."""
+    if options.fixture and options.prompt:
+        raise RequestError("--prompt goes with --checkpoint; a fixture brings its own requests")
+    if options.checkpoint and options.manifest_only:
+        raise RequestError("--manifest-only goes with --fixture; a checkpoint has no manifest")
 
 
 def entry() -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import Condition, RLock, Thread
 from typing import Union
@@ -50,7 +50,7 @@ from .metrics import Metrics
 from .recorder import Recorder
 from .sampling import Choice, Draws, sample
 from .scheduler import ContinuousBatchScheduler, ScheduledChunk, ScheduleDecision
-from .schema import EngineSettings, Request, SamplingParams, Scenario, TokenEvent
+from .schema import ENGINE_SHAPE, MODEL_SHAPE, EngineSettings, Request, SamplingParams, Scenario, TokenEvent
 from .stop_strings import StopStrings
 from .streams import RequestStatus, RequestStream, Sample, sample_id
 from .timeline import Timeline
@@ -78,9 +78,10 @@ class InferenceEngine:
             self.settings.max_running, self.settings.policy, self.kv if self.settings.use_cache else None,
             self.settings.batching, self.settings.preemption, lambda sequence_id: self._samples[sequence_id].tokens)
         self._executor = Executor(self.model, self.kv.store if self.settings.use_cache else None, self.kv.page_size)
-        self._recorder.header(engine=__version__, backend=self.model.backend.name, settings=asdict(self.settings),
-                              model=asdict(self.model.config), page_bytes=self.kv.store.page_bytes,
-                              num_pages=self.kv.total_pages, weight_bytes=self.model.weight_bytes, **loaded.about)
+        self._recorder.header(engine=__version__, backend=self.model.backend.name,
+                              settings=ENGINE_SHAPE.dump(self.settings), model=MODEL_SHAPE.dump(self.model.config),
+                              page_bytes=self.kv.store.page_bytes, num_pages=self.kv.total_pages,
+                              weight_bytes=self.model.weight_bytes, **loaded.about)
 
     # ------------------------------------------------------------------------------------------- making
 

@@ -5,7 +5,7 @@ The driver, the fixture's maker, the tests and the benchmarks all run scenarios 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -29,21 +29,21 @@ def play(engine: InferenceEngine, scenario: Scenario) -> Iterator[Played]:
     """Run the scenario's requests and events to the end, a step at a time. Arrivals count in the engine's steps from
     now; a request that is refused is reported and the run goes on."""
     start = engine.steps
-    arrivals = sorted(scenario.requests, key=lambda request: request.arrival)  # a stable sort
-    cancels = sorted(scenario.events, key=lambda event: event.step)
+    arrivals = deque(sorted(scenario.requests, key=lambda request: request.arrival))  # a stable sort
+    cancels = deque(sorted(scenario.events, key=lambda event: event.step))
     slow = engine.inject(scenario.faults).slow if scenario.faults else frozenset()
     live: Counter[str] = Counter()  # request id -> samples that have not ended
     while arrivals or live:
         now = engine.steps - start
         refused = {}
         while arrivals and arrivals[0].arrival <= now:
-            request = arrivals.pop(0)
+            request = arrivals.popleft()
             try:
                 live[_submit(engine, request)] = request.sampling.n
             except RequestError as error:
                 refused[request.request_id] = str(error)
         while cancels and cancels[0].step <= now:
-            request_id = cancels.pop(0).cancel
+            request_id = cancels.popleft().cancel
             if request_id in live:
                 engine.cancel(request_id)
         decision = engine.step()

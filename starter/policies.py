@@ -14,7 +14,7 @@ from a finite number of steps after its arrival on every new request has a large
 
     fcfs            the requests that arrived before it
     priority        those, and later ones of a higher priority p' that arrive within A * (p' - p) steps
-    shortest        those, and shorter later ones that arrive within (difference in tokens) / A steps
+    shortest        those, and later ones with fewer remaining tokens that arrive within (difference) / A steps
     prefill-first   as fcfs; but the decode gap has no bound: it lasts as long as prompts keep arriving
 """
 

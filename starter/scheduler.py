@@ -201,7 +201,8 @@ class ContinuousBatchScheduler:
 
     def fork(self, request_id: str, child: Request) -> None:
         """Start ``child`` where a running request stands now, on the same pages: another sample of one prompt, whose
-        last generated token may differ. It runs at once; pages are copied when either side writes to them."""
+        last generated token may differ. It runs at once, beyond max_running if need be (which limits admissions, not
+        samples); pages are copied when either side writes to them."""
         parent = self._running.get(request_id)
         if parent is None:
             raise UnknownRequestError(f"request {request_id!r} is not running, so it cannot be forked")

@@ -110,7 +110,8 @@ class StepPrinter:
                if request_id in reasons and request_id not in preempted and request_id not in self._explained]
         self._explained.update(new)
         notes += [f"{request_id} {reasons[request_id]}" for request_id in new]
-        return notes + [f"{sample_id(event.request_id, event.sample)} {_ending(event)}"
+        eos_tokens = self._engine.model.config.eos_tokens
+        return notes + [f"{sample_id(event.request_id, event.sample)} {_ending(event, event.token in eos_tokens)}"
                         for event in played.events if event.finish_reason]
 
 
@@ -124,8 +125,9 @@ def _texts(events: list[TokenEvent]) -> dict[str, str]:
     return texts
 
 
-def _ending(event: TokenEvent) -> str:
-    words = {"stop": "ends with an end-of-sequence token", "length": "ends: it has all its tokens",
+def _ending(event: TokenEvent, at_eos: bool) -> str:
+    stop = "ends with an end-of-sequence token" if at_eos else "ends at a stop token or stop string"
+    words = {"stop": stop, "length": "ends: it has all its tokens",
              "cancelled": "was cancelled", "error": f"ends with an error: {event.error}"}
     return words[event.finish_reason or "error"]
 

@@ -33,6 +33,12 @@ KEPT_EVENTS = 100_000
 
 Event = dict[str, Any]
 _COMMON: dict[str, Any] = {"event": str, "step": int, "time": (int, float)}
+_KEYS = {  # what a reader may rely on, by kind
+    "submit": "request prompt_tokens max_tokens", "refuse": "request error",
+    "step": "budget computed chunks admitted preempted waiting running reasons found used_pages empty_slots",
+    "pages": "change request pages used_pages", "token": "request index token text", "fork": "request parent",
+    "cancel": "request", "finish": "request reason tokens", "fault": "kind fault",
+}
 
 
 class VirtualClock:
@@ -148,4 +154,7 @@ def _read_event(place: str, line: bytes) -> Event:
         raise SchemaError(f"{place}: {error.problem}", error.path) from None
     if not isinstance(event, dict) or not all(isinstance(event.get(key), kind) for key, kind in _COMMON.items()):
         raise SchemaError(f"{place}: an event has at least the keys event (a string), step and time (numbers)")
+    missing = [key for key in _KEYS.get(event["event"], "").split() if key not in event]
+    if missing:
+        raise SchemaError(f"{place}: this {event['event']} event lacks {', '.join(missing)}")
     return event

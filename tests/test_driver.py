@@ -274,6 +274,10 @@ class BadInputTest(Case):
         self.check_refused(run("--fixture", self.file, "--backend", "gpu"), "'gpu'", "'cpu'")
         self.check_refused(run("--fixture", self.file, "--timeline", self.folder), "cannot write the timeline")
 
+    def test_options_that_would_be_ignored(self) -> None:
+        self.check_refused(run("--fixture", self.file, "--prompt", "x"), "--prompt goes with --checkpoint")
+        self.check_refused(run("--checkpoint", self.folder, "--manifest-only"), "--manifest-only goes with --fixture")
+
     def test_what_argparse_refuses(self) -> None:
         for options in ([], ["--fixture"], ["--fixture", "x", "--checkpoint", "y"], ["--fixture", "x", "--frobnicate"],
                         ["--fixture", "x", "--page-size", "4.5"], ["--fixture", "x", "--quantization", "int2"]):

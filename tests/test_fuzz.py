@@ -10,6 +10,7 @@ from io import StringIO
 from unittest.mock import patch
 
 from scripts import fuzz
+from starter.engine import InferenceEngine
 from starter.kv_cache import KVCacheManager
 from starter.pages import PagePool, PrefixIndex
 from starter.sampling import Draws
@@ -49,7 +50,21 @@ class FuzzTest(unittest.TestCase):
             self.assert_noticed()
 
     def test_tokens_after_a_cancel(self) -> None:
-        with patch.object(RequestStream, "withhold", lambda stream: stream.events.pop() if stream.events else None):
+        with patch.object(RequestStream, "withhold", lambda stream: None):
+            self.assert_noticed()
+
+    def test_a_stream_that_never_ends(self) -> None:
+        with patch.object(InferenceEngine, "_end_failures", lambda engine: None), \
+                patch.object(fuzz, "MANY_STEPS", 1_000):
+            self.assert_noticed()
+
+    def test_pages_that_are_given_back_twice(self) -> None:
+        drop = PagePool.drop
+        with patch.object(PagePool, "drop", lambda pool, page: (drop(pool, page), drop(pool, page))):
+            self.assert_noticed()
+
+    def test_swapped_tokens_that_are_not_copied(self) -> None:
+        with patch.object(KVCacheManager, "_copy_pages", lambda *arguments: None):
             self.assert_noticed()
 
     def test_random_numbers_that_depend_on_the_neighbours(self) -> None:

@@ -76,10 +76,10 @@ class KeepTest(FolderTest):
         timeline.listen(heard.append)
         timeline.record("header", 0, 0.0, version=1)
         for i in range(5):
-            timeline.record("token", i, float(i), request=f"r{i}")
+            timeline.record("cancel", i, float(i), request=f"r{i}")
         timeline.listen(late.append)
         timeline.record("finish", 5, 5.0)
-        kept = [{"event": "token", "step": i, "time": float(i), "request": f"r{i}"} for i in (3, 4)]
+        kept = [{"event": "cancel", "step": i, "time": float(i), "request": f"r{i}"} for i in (3, 4)]
         self.assertEqual(list(timeline), [*kept, {"event": "finish", "step": 5, "time": 5.0}])
         self.assertEqual(timeline.events, tuple(timeline))
         self.assertEqual((len(timeline), timeline.recorded, len(heard), len(late)), (3, 7, 7, 1))
@@ -92,7 +92,7 @@ class KeepTest(FolderTest):
         for i in range(4):
             timeline.write(self.path)
             self.assertEqual(read_timeline(self.path), [timeline.header, *list(timeline)[i == 0 or i == 1:]])
-            timeline.record("token", i, 0.0)
+            timeline.record("cancel", i, 0.0, request="r")
 
     def test_a_listener_that_fails_is_let_go_and_the_others_still_hear(self) -> None:
         def fail(event: Event) -> None:
@@ -120,7 +120,7 @@ class WriteTest(FolderTest):
         timeline = Timeline()
         timeline.record("header", 0, 0.0, version=1)
         for text in ("世界 😀", "a\nb\r\nc\x0b\x0c\x1c\x1e\x85\u2028\u2029d", '\x00"\\', "\ud800", "\udfff\ud800", ""):
-            timeline.record("token", 1, 0.1 + 0.2, text=text)
+            timeline.record("refuse", 1, 0.1 + 0.2, request="r", error=text)
         timeline.write(self.path)
         self.assertEqual(read_timeline(self.path), as_read(timeline))
         self.assertIn("世界 😀".encode(), self.path.read_bytes())
@@ -163,6 +163,10 @@ class ReadTest(FolderTest):
         self.refused(TOKEN.encode(), "header")
         self.refused(HEADER.replace("1}", "2}").encode(), "version 2", "1")
         self.refused(HEADER.replace(',"version":1', "").encode(), "version None")
+
+    def test_an_event_without_what_readers_rely_on(self) -> None:
+        self.path.write_text(HEADER + '{"event":"token","step":0,"time":0,"request":"a","index":0}\n', encoding="utf-8")
+        self.assertRaisesRegex(SchemaError, "line 2: this token event lacks token, text", read_timeline, self.path)
 
     def test_damage_is_named_by_file_and_line(self) -> None:
         lines = [HEADER, *[TOKEN] * 5]
