@@ -246,17 +246,15 @@ class ContinuousBatchScheduler:
         self.complete_step()
         plan = _Plan(self._steps, budget_tokens, budget_tokens)
         self._steps += 1
-        if budget_tokens and self.policy.decode_first:
-            self._plan_decodes(plan)
-            self._plan_admissions(plan)
-            self._plan_prefills(plan)
-        elif budget_tokens:
+        if budget_tokens:
             for sequence in sorted(self._running.values(), key=lambda sequence: sequence.order):
-                if sequence.decoding:  # pages first, so that nobody is preempted who already has a chunk
-                    self._provide_page(plan, sequence)
+                self._provide_pages(plan, sequence)  # before anything is scheduled: who has a chunk is not preempted
+            if self.policy.decode_first:
+                self._plan_decodes(plan)
             self._plan_admissions(plan)
             self._plan_prefills(plan)
-            self._plan_decodes(plan)
+            if not self.policy.decode_first:
+                self._plan_decodes(plan)
         else:
             for sequence in (*self._running.values(), *self._waiting.first(BYPASS_LIMIT)):
                 plan.reasons.say(sequence.id, "waits: this step's budget is 0")
@@ -298,45 +296,22 @@ class ContinuousBatchScheduler:
             return False
         return True
 
-    # ------------------------------------------------------------------------------------------ decodes
+    # -------------------------------------------------------------------------------------------- pages
 
-    def _plan_decodes(self, plan: _Plan) -> None:
-        """One token for each decoding request, the first in order first, preempting the last where pages run out."""
-        decoding = [sequence for sequence in self._running.values()
-                    if sequence.decoding and sequence.last_served != plan.step]
-        served = _least_recently_served(decoding, plan.left)
-        for sequence in sorted(served, key=lambda sequence: sequence.order):
-            if self._running.get(sequence.id) is sequence and self._provide_page(plan, sequence):
-                self._schedule(plan, sequence, 1, "decode")
-        if len(served) < len(decoding):
-            self._explain_turns(plan, decoding)
-
-    def _provide_page(self, plan: _Plan, sequence: Sequence) -> bool:
-        """Reserve the slot of the next position. Preempts from the last on until it succeeds; False if the sequence
-        itself had to go. Terminates: every round either succeeds or removes a running request."""
+    def _provide_pages(self, plan: _Plan, sequence: Sequence) -> None:
+        """Make all known positions of a running sequence writable: a page now and then while it decodes; a prompt has
+        its pages since its admission, unless somebody outside forked its table. Preempts from the last on until it
+        succeeds or the sequence itself had to go. Terminates: every round succeeds or ends somebody's running."""
         while self._running.get(sequence.id) is sequence:
-            refusal = self._reserve(sequence)
-            if refusal is None:
-                return True
-            if [*self._running] == [sequence.id] and self._refused_too_often(sequence, refusal):
-                return False
-            if self._running.get(sequence.id) is sequence:
-                self._preempt(plan, max(self._running.values(), key=lambda running: running.order), sequence)
-        return False
-
-    def _reserve(self, sequence: Sequence) -> OutOfPagesError | None:
-        """Make all known positions of a running sequence writable, or say why not. A sequence that cannot be served
-        for another reason than a lack of pages ends."""
-        if not self.kv or not sequence.handle:
-            return None
-        try:
-            self.kv.reserve(sequence.handle, sequence.known)
-        except OutOfPagesError as refusal:
-            return refusal
-        except Exception as error:  # concerns this request alone; the others go on
-            self._fail(sequence, error)
-            return OutOfPagesError(str(error))
-        return None
+            try:
+                if self.kv and sequence.handle:
+                    self.kv.reserve(sequence.handle, sequence.known)
+                return
+            except OutOfPagesError as refusal:
+                if len(self._running) > 1 or not self._refused_too_often(sequence, refusal):
+                    self._preempt(plan, max(self._running.values(), key=lambda running: running.order), sequence)
+            except Exception as error:  # concerns this request alone; the others go on
+                self._fail(sequence, error)
 
     def _preempt(self, plan: _Plan, victim: Sequence, needy: Sequence) -> None:
         pages = self._page_count(victim)
@@ -447,14 +422,23 @@ class ContinuousBatchScheduler:
         left = soonest.request.max_tokens - soonest.generated
         return f"{soonest.id} frees {self._page_count(soonest)} at its end, at most {counted(left, 'token')} away"
 
-    # ----------------------------------------------------------------------------------------- prefills
+    # ------------------------------------------------------------------------------ decodes and prefills
+
+    def _plan_decodes(self, plan: _Plan) -> None:
+        """One token for each decoding request, the first in order first."""
+        decoding = [sequence for sequence in self._running.values()
+                    if sequence.decoding and sequence.last_served != plan.step]
+        served = _least_recently_served(decoding, plan.left)
+        for sequence in sorted(served, key=lambda sequence: sequence.order):
+            self._schedule(plan, sequence, 1, "decode")
+        if len(served) < len(decoding):
+            self._explain_turns(plan, decoding)
 
     def _plan_prefills(self, plan: _Plan) -> None:
         """Share what is left of the budget evenly among prompts, short ones first so that what they do not need
-        goes to the longer ones. Their pages were reserved at admission; a page is missing only if somebody outside
-        has forked the table since, and then the prompt waits for one."""
-        prefilling = [sequence for sequence in tuple(self._running.values()) if sequence.last_served != plan.step
-                      and (not sequence.decoding or sequence.id in plan.admitted) and self._writable(plan, sequence)]
+        goes to the longer ones."""
+        prefilling = [sequence for sequence in self._running.values() if sequence.last_served != plan.step
+                      and (not sequence.decoding or sequence.id in plan.admitted)]
         if not prefilling:
             return
         served = _least_recently_served(prefilling, plan.left)
@@ -465,14 +449,6 @@ class ContinuousBatchScheduler:
             self._schedule(plan, sequence, min(share, sequence.remaining), phase)
         if len(served) < len(prefilling):
             self._explain_turns(plan, prefilling)
-
-    def _writable(self, plan: _Plan, sequence: Sequence) -> bool:
-        refusal = self._reserve(sequence)
-        if refusal and sequence.id in self._running:
-            plan.reasons.say(sequence.id, "waits: its pages are shared from outside; {}", refusal)
-            if len(self._running) == 1:
-                self._refused_too_often(sequence, refusal)
-        return refusal is None
 
     # ------------------------------------------------------------------------------------------- inside
 

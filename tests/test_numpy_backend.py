@@ -9,17 +9,11 @@ from starter import InferenceEngine, load_backend, load_scenario
 from starter.batch import Batch, Piece
 from starter.model import Model
 from starter.play import play, tokens_of
-from starter.schema import ModelConfig, QuantizationConfig
+from starter.schema import QuantizationConfig
 from starter.weights import seeded_weights
 from tests.extras import needs
+from tests.models import random_config
 from tests.paths import FIXTURE
-
-
-def random_config(rng: random.Random) -> ModelConfig:
-    kv_heads, group, head_width = rng.choice([1, 2]), rng.choice([1, 2, 4]), rng.choice([2, 4, 6])
-    heads = kv_heads * group
-    return ModelConfig(vocab_size=rng.randint(5, 30), width=heads * head_width, layers=rng.randint(1, 3), heads=heads,
-                       kv_heads=kv_heads, ffn_width=rng.randint(3, 20), max_context=64, tied_output=rng.random() < 0.5)
 
 
 @needs("numpy", "numpy")

@@ -182,6 +182,8 @@ class Watch:
         self.test.assertTrue(all(chunk.count == 1 for chunk in served))
         names = {chunk.request_id for chunk in served} - set(decision.admitted)  # those were swapped in just now
         self.test.assertLessEqual(names, set(decoding))
+        orders = [self.lives[chunk.request_id].order for chunk in served if chunk.request_id in names]
+        self.test.assertEqual(orders, sorted(orders))
         left_out = set(decoding) - names - set(decision.preempted)
         if self.policy != "prefill-first":
             self.test.assertEqual({chunk.request_id for chunk in decision.chunks[:len(names)]}, names)
@@ -786,6 +788,24 @@ class OutsideHolder(unittest.TestCase):
                         tokens += chunk.start + chunk.count == 2 + tokens
                 self.assertEqual((tokens, kv.free_pages), (1 if patience == REFUSAL_LIMIT else 6, 4))
                 self.assertEqual([*scheduler.take_failures()], ["r"] if patience == REFUSAL_LIMIT else [])
+
+    def test_prompts_whose_pages_are_forked_from_outside_do_not_wait_for_each_other(self) -> None:
+        """Both need a page to write on, none is free, and neither gives back one that the other could have."""
+        kv = KVCacheManager(3, 9)
+        scheduler = ContinuousBatchScheduler(3, kv=kv)
+        scheduler.submit(request("a", 12, 4))
+        scheduler.submit(request("b", 5, 4))
+        scheduler.step(4)
+        scheduler.complete_step()
+        outside = [kv.fork(scheduler.handle(name), "outside") for name in "ab"]
+        for _ in range(4 * REFUSAL_LIMIT):
+            decision = scheduler.step(4)
+            kv.check()
+        self.assertTrue(scheduler.idle, decision.reasons)
+        self.assertIn("a", scheduler.take_failures())  # it needs two pages, of which one is left
+        for handle in outside:
+            kv.release(handle)
+        self.assertEqual(kv.free_pages, 3)
 
     def test_a_failed_id_used_again_is_an_ordinary_request(self) -> None:
         kv = KVCacheManager(4, 16)
