@@ -212,7 +212,8 @@ class Fuzz:
                    if self.engine.scheduler.is_running(sequence_id)]
         if running and self.engine.settings.use_cache:
             handle = self.engine.scheduler.handle(self.rng.choice(running))
-            self.outside.append(self.engine.kv.fork(handle, "outside"))
+            with suppress(EngineError):  # an abnormal release may have taken its pages away
+                self.outside.append(self.engine.kv.fork(handle, "outside"))
 
     def write_outside(self) -> None:
         if self.outside:
