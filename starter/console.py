@@ -11,13 +11,14 @@ from typing import TextIO
 class Console:
     """Lines to a text stream; ``quiet`` swallows them."""
 
-    def __init__(self, stream: TextIO, quiet: bool = False) -> None:
+    def __init__(self, stream: TextIO | None, quiet: bool = False) -> None:
+        """``stream`` is None where a program was started without that output: nothing is printed then."""
         self._stream, self._quiet = stream, quiet
         self._progress = ""
 
     def write(self, text: str) -> None:
         """Text as it comes, shown at once."""
-        if self._quiet:
+        if self._quiet or self._stream is None:
             return
         encoding = self._stream.encoding or "utf-8"
         self._stream.write(text.encode(encoding, errors="replace").decode(encoding))
@@ -29,7 +30,7 @@ class Console:
 
     def progress(self, text: str) -> None:
         """Replace the progress line; "" removes it. Terminals only."""
-        if self._quiet or not self._stream.isatty():
+        if self._quiet or self._stream is None or not self._stream.isatty():
             return
         self.write("\r" + text.ljust(len(self._progress)) + ("" if text else "\r"))
         self._progress = text

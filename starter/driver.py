@@ -42,8 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(sys.stdout, quiet=options.quiet or options.json)
     try:
         _check(options)
-        code = run_scenario(options, console) if options.fixture else run_prompts(options, console)
-        sys.stdout.flush()  # a full disk shows here, not after the end
+        code = run_scenario(options, console) if options.fixture is not None else run_prompts(options, console)
+        if sys.stdout:  # None where the program was started without one
+            sys.stdout.flush()  # a full disk shows here, not after the end
         return code
     except BrokenPipeError:  # the reader of a pipe has seen enough
         return EXIT_OK
@@ -57,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse options that would be ignored."""
-    if options.fixture and options.prompt:
+    if options.fixture is not None and options.prompt:
         raise RequestError("--prompt goes with --checkpoint; a fixture brings its own requests")
-    if options.checkpoint and options.manifest_only:
+    if options.checkpoint is not None and options.manifest_only:
         raise RequestError("--manifest-only goes with --fixture; a checkpoint has no manifest")
 
 
@@ -67,7 +68,8 @@ def entry() -> None:
     """Console script."""
     code = main()
     try:
-        sys.stdout.flush()
+        if sys.stdout:
+            sys.stdout.flush()
     except OSError:  # main has dealt with it; without this Python would fail over it once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)

@@ -259,13 +259,24 @@ class InferenceEngine:
                     return None
                 if self._failure:
                     raise EngineError(f"the engine's thread has stopped: {self._failure!r}") from self._failure
-            with self._stepping:  # unless another thread's step has brought news meanwhile
-                if not (stream.events or stream.drained):
-                    try:
-                        self.step()
-                    except EngineError:
-                        if not self._closed:  # else it was closed in between, and the stream has its last event
-                            raise
+            if self._stepping.acquire(blocking=False):
+                try:
+                    self._step_for(stream)
+                finally:
+                    self._stepping.release()
+            else:  # another thread runs a step, whose end will be told; the timeout is for an end just missed
+                with self._news:
+                    self._news.wait_for(lambda: stream.events or stream.drained, timeout=0.01)
+
+    def _step_for(self, stream: RequestStream) -> None:
+        """A step on behalf of a reader, unless another thread's step has brought news meanwhile."""
+        if stream.events or stream.drained:
+            return
+        try:
+            self.step()
+        except EngineError:
+            if not self._closed:  # else it was closed in between, and the stream has its last event
+                raise
 
     def poll(self, request_id: str) -> list[TokenEvent]:
         """The request's unread events, without running a step."""

@@ -314,9 +314,7 @@ class KVCacheManager:
     def append(self, handle: KVHandle, key: Sequence[float], value: Sequence[float]) -> None:
         """Store the next position's key and value, growing by a page where needed. O(width)."""
         position = self._resident(handle).length
-        for name, vector in (("key", key), ("value", value)):
-            if len(vector) != self.width:
-                raise RequestError(f"the {name} has {len(vector)} numbers; this cache stores {self.width} a token")
+        key, value = self._numbers("key", key), self._numbers("value", value)
         self.reserve(handle, position + 1)
         self.store.write(*self._slot(self._table(handle).pages, position), key, value)
         self.commit(handle, position + 1)
@@ -386,6 +384,16 @@ class KVCacheManager:
             raise EngineError("pages are not conserved: " + "; ".join(wrong))
 
     # ------------------------------------------------------------------------------------------- inside
+
+    def _numbers(self, name: str, vector: Sequence[float]) -> list[float]:
+        """The vector as ``width`` floats, or RequestError before anything has changed."""
+        try:
+            numbers = [float(number) for number in vector]
+        except (TypeError, ValueError):
+            raise RequestError(f"the {name} must be a sequence of numbers, not {vector!r}") from None
+        if len(numbers) != self.width:
+            raise RequestError(f"the {name} has {len(numbers)} numbers; this cache stores {self.width} a token")
+        return numbers
 
     def _ask(self, number: int, for_whom: str, besides: Sequence[int] = ()) -> None:
         """OutOfPagesError, with nothing changed, unless so many fresh pages can be taken."""

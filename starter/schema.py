@@ -221,6 +221,12 @@ class Request:
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:
             raise RequestError(f"request_id must be a string that is not empty, not {self.request_id!r}")
+        if any("\ud800" <= c <= "\udfff" for c in self.request_id):
+            raise RequestError(f"request_id {self.request_id!r} holds half of a surrogate pair, which is no character")
+        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
+            raise RequestError(f"cache_salt must be a string or None, not {self.cache_salt!r}")
+        if isinstance(self.stop_tokens, (str, bytes)) or not isinstance(self.stop_tokens, Sequence):
+            raise RequestError(f"stop_tokens must be a sequence of token numbers, not {self.stop_tokens!r}")
         if isinstance(self.prompt_tokens, (str, bytes)) or not isinstance(self.prompt_tokens, Sequence):
             kind = type(self.prompt_tokens).__name__
             raise RequestError(f"prompt_tokens must be a sequence of token numbers, not a {kind}; encode text first")

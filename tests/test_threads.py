@@ -148,13 +148,20 @@ class Closed(ThreadsCase):
             """In place of the lock: the engine is closed when the step enters it, after the reader has."""
             entered = 0
 
-            def __enter__(self) -> None:
+            def acquire(self, blocking: bool = True) -> bool:
                 self.entered += 1
                 if self.entered == 2:
                     engine.close()
+                return True
+
+            def release(self) -> None:
+                pass
+
+            def __enter__(self) -> None:
+                self.acquire()
 
             def __exit__(self, *exception: object) -> None:
-                pass
+                self.release()
 
         engine = make_engine()
         Ask((1, 2), 5).submit(engine, "r")
