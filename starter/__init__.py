@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .errors import DuplicateRequestError as DuplicateRequestError
     from .errors import EngineError as EngineError
     from .errors import OutOfPagesError as OutOfPagesError
+    from .errors import PoolTooSmallError as PoolTooSmallError
     from .errors import QuantizationError as QuantizationError
     from .errors import QueueFullError as QueueFullError
     from .errors import RequestError as RequestError
@@ -52,7 +53,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "errors": "EngineError SchemaError RequestError DuplicateRequestError CapacityError QueueFullError "
-              "UnknownRequestError "
+              "PoolTooSmallError UnknownRequestError "
               "OutOfPagesError StaleHandleError QuantizationError BackendError",
     "schema": "QuantizationConfig Request SamplingParams Scenario TokenEvent load_scenario",
     "backend": "load_backend",

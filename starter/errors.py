@@ -12,6 +12,7 @@ of this package still catches a ``SchemaError`` as a ``ValueError``.
     |   +-- QueueFullError              too many requests wait already; try again later
     +-- UnknownRequestError (KeyError)  nobody knows this id
     +-- OutOfPagesError                 it does not fit *now*; try again when pages are free
+    |   +-- PoolTooSmallError           nor ever: more pages than the pool has (a CapacityError, too)
     +-- StaleHandleError                a handle that was released, or that another manager gave out
     +-- QuantizationError (ValueError)  an unsupported format, or data that contradict their metadata
     +-- BackendError                    a backend is missing or failed
@@ -58,6 +59,10 @@ class UnknownRequestError(EngineError, KeyError):
 
 class OutOfPagesError(EngineError):
     """Not enough free pages at the moment. Whoever raises it has left every table and counter unchanged."""
+
+
+class PoolTooSmallError(CapacityError, OutOfPagesError):
+    """An allocation of more pages than the whole pool has: it does not fit now, and never will."""
 
 
 class StaleHandleError(EngineError):

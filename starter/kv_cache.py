@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from .errors import CapacityError, EngineError, RequestError, StaleHandleError
+from .errors import EngineError, PoolTooSmallError, RequestError, StaleHandleError
 from .pages import Node, PagePool
 
 if TYPE_CHECKING:
@@ -209,15 +209,15 @@ class KVCacheManager:
         """Open a block table with pages for ``token_count`` tokens, all or nothing. O(pages).
 
         With prefix sharing and the ``tokens`` themselves, the table starts on the longest run of pages that hold
-        them, short of the last token; ``length`` says how many are there. CapacityError if the whole pool could not
-        hold them, OutOfPagesError if it cannot now.
+        them, short of the last token; ``length`` says how many are there. OutOfPagesError if the pool cannot hold
+        them now, PoolTooSmallError (both that and a CapacityError) if it never could.
         """
         if isinstance(token_count, bool) or not isinstance(token_count, int) or token_count < 0:
             raise RequestError(f"token_count must be an integer from 0, not {token_count!r}")
         needed = self.pages_for(token_count)
         if needed > self.total_pages:
-            raise CapacityError(f"{token_count} tokens need {needed} pages of {self.page_size}; the pool has "
-                                f"{self.total_pages}: shorten the request or enlarge the pool")
+            raise PoolTooSmallError(f"{token_count} tokens need {needed} pages of {self.page_size}; the pool has "
+                                    f"{self.total_pages}: shorten the request or enlarge the pool")
         table = _Table(request_id, self._pool.index.root(salt))
         found = self._find_prefix(table.root, tokens[:token_count]) if self.prefix_sharing and tokens else []
         shared = [page for page, _ in found]

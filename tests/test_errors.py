@@ -12,7 +12,7 @@ FAMILY = {
     "SchemaError": ValueError, "RequestError": ValueError, "QuantizationError": ValueError,
     "UnknownRequestError": KeyError,
     "DuplicateRequestError": errors.RequestError, "CapacityError": errors.RequestError,
-    "QueueFullError": errors.RequestError,
+    "QueueFullError": errors.RequestError, "PoolTooSmallError": errors.OutOfPagesError,
     "OutOfPagesError": EngineError, "StaleHandleError": EngineError, "BackendError": EngineError,
 }
 

@@ -311,5 +311,15 @@ class Counted(EngineCase):
             self.assertEqual(Metrics.of(engine.timeline), metrics)
 
 
+class Order(EngineCase):
+    def test_random_numbers_do_not_depend_on_who_was_submitted_before(self) -> None:
+        ask = Ask(PROMPT, 8, SamplingParams(temperature=1.0))
+        first, second = make_engine(), make_engine()
+        Ask((2,), 3).submit(second, "other")
+        for engine in (first, second):
+            ask.submit(engine, "r")
+        self.assertEqual(outcome(first.stream("r")), outcome(second.stream("r")))
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -281,6 +281,11 @@ class RandomNumbers(unittest.TestCase):
                 bins = [sum(int(number * 10) == i for number in numbers) for i in range(10)]
                 self.assertLess(sum((count - 200) ** 2 / 200 for count in bins), 45, kind)
 
+    def test_the_same_numbers_in_every_process(self) -> None:
+        """Not by way of hash(), which differs from process to process."""
+        self.assertEqual(Draws(SamplingParams(seed=7), "r", 0, 0).random(), random.Random("7/0").random())
+        self.assertEqual(Draws(SamplingParams(), "r", 1, 3).random(), random.Random("3/r/1").random())
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -30,6 +30,10 @@ def add(sample: Sample, token: int, ends: bool = False) -> TokenEvent:
 
 
 class SampleTest(unittest.TestCase):
+    def test_half_a_character_completes_a_stop_string(self) -> None:
+        stream = stream_of([b"b", b"\xe4"], max_tokens=2, stop=("b\ufffd",))
+        self.assertEqual([add(stream.samples[0], token).text for token in (0, 1)], ["", ""])
+
     def play(self, pieces: Sequence[bytes], **settings: object) -> list[TokenEvent]:
         """One token for each piece until the sample ends; then its end, if it has none yet."""
         (sample,) = stream_of(pieces, **{"max_tokens": len(pieces), **settings}).samples
