@@ -65,7 +65,7 @@ class InferenceEngine:
                  clock: Callable[[], float] | None = None) -> None:
         self.model, self.tokenizer, self.settings = loaded.model, loaded.tokenizer, settings or EngineSettings()
         self._recorder = Recorder(clock or time.monotonic)
-        self._stepping = RLock()  # held by whoever runs a step
+        self._stepping = RLock()  # held by whoever runs a step; never taken by a thread that holds _news
         self._news = Condition(RLock())  # held while state is read or changed; notified when there are new events
         self._streams: dict[str, RequestStream] = {}  # by request: live, or with unread events
         self._samples: dict[str, Sample] = {}  # by sequence: live

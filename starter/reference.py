@@ -68,6 +68,7 @@ def _layer(config: ModelConfig, weights: Parameters, hidden: list[Vector]) -> li
         normed = rms_norm(x, weights["post_attention_layernorm.weight"][0], config.norm_eps)
         gate = times(weights["mlp.gate_proj.weight"], normed)
         up = times(weights["mlp.up_proj.weight"], normed)
+        # silu(gate) * up; below -700 exp(-g) would overflow, and silu is zero to 300 digits
         activated = [0.0 if g < -700.0 else g / (1.0 + exp(-g)) * u for g, u in zip(gate, up)]
         result.append(plus(x, times(weights["mlp.down_proj.weight"], activated)))
     return result

@@ -26,11 +26,11 @@ otherwise.
 - Decode gap: a running request that decodes gets a token in every step whose budget covers the running requests,
   unless it is preempted in it. With a smaller budget turns go round: least recently served first. (Not under
   "prefill-first".)
-- Wait: a request with k requests before it is admitted within (k + 1) * (BYPASS_LIMIT + 2) * L steps. The first live
-  request, if it is not running, is admitted within (BYPASS_LIMIT + 1) * L: whoever runs ends or is preempted within L
-  steps, and at most BYPASS_LIMIT others get in before it. Once running it is never preempted and ends within L. Then
-  the next is the first. A budget b below max_running multiplies this by ceil(max_running / b). ``policies.py`` says
-  who counts in k.
+- Wait: a request with k requests before it is admitted within (k + 1) * (BYPASS_LIMIT + 2) * L steps. For the first
+  live request, if it is not running, is admitted within (BYPASS_LIMIT + 1) * L: whoever runs ends or is preempted
+  within L steps, and at most BYPASS_LIMIT others get in before it. Once running it is never preempted and ends within
+  another L: that makes BYPASS_LIMIT + 2. Then the next is the first. A budget b below max_running multiplies this by
+  ceil(max_running / b). ``policies.py`` says who counts in k.
 - No livelock: a request that is refused pages REFUSAL_LIMIT times while no other request runs is ended as failed:
   somebody outside holds the pages, and waiting would not end.
 - Refusal: what would not fit an empty pool is refused at ``submit`` (CapacityError). The last token of a request is
@@ -436,7 +436,8 @@ class ContinuousBatchScheduler:
 
     def _plan_prefills(self, plan: _Plan) -> None:
         """Share what is left of the budget evenly among prompts, short ones first so that what they do not need
-        goes to the longer ones."""
+        goes to the longer ones. A request that was admitted in this step with one token left to compute (swapped in,
+        or all of its tokens found) belongs here too, so that it does not idle until the next step."""
         prefilling = [sequence for sequence in self._running.values() if sequence.last_served != plan.step
                       and (not sequence.decoding or sequence.id in plan.admitted)]
         if not prefilling:
