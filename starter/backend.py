@@ -4,14 +4,16 @@
 one row of ``width`` numbers for each token of the batch), a matrix and the numbers inside the KV pages look in
 memory; nobody else looks inside. Shapes below: T rows of the batch, D width, H query heads of d numbers.
 
-    cpu     standard library, plain loops: the form to read, and the oracle of the others
-    numpy   the same operations on arrays (extra ``numpy``)
-    auto    numpy where it is installed, else cpu
+    reference   standard library, plain loops: the form to read, and the oracle of the others
+    cpu         standard library, products in lanes of long integers: several times faster
+    numpy       the same operations on arrays (extra ``numpy``)
+    auto        numpy where it is installed, else cpu
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -34,6 +36,8 @@ class KVStore(Protocol):
 
     width: int
     page_bytes: int  # of one page, keys and values of all layers
+    tail_bytes: int  # held besides a page until it is settled; 0 for pages of floats
+    peak_tails: int  # the most of these held at a time
 
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
         """Put one token's key and value into a slot."""
@@ -44,6 +48,17 @@ class KVStore(Protocol):
     def copy_page(self, source: int, target: int, origin: Any = None) -> None:
         """Copy all slots of a page, for copy-on-write; from the pages of another store of the same kind and shape
         (``origin``) when swapping."""
+
+    def settle(self, page: int) -> None:
+        """The page is full and will not be computed again, or nobody uses it: drop what was kept besides it."""
+
+
+@dataclass(frozen=True)
+class KVBounds:
+    """Of one layer: the largest absolute value that each number of a token's key and value can have, [kv_width]."""
+
+    keys: Sequence[float]
+    values: Sequence[float]
 
 
 class Backend(Protocol):
@@ -61,10 +76,15 @@ class Backend(Protocol):
         """A matrix as plain floats, dequantized: what the cache-less reference computes with."""
 
     def matrix_bytes(self, matrix: Matrix) -> int:
-        """Bytes that the numbers of a matrix occupy, scales included."""
+        """Bytes that the numbers of a matrix occupy as they are stored, scales included."""
 
-    def kv_store(self, model: ModelConfig, num_pages: int, page_size: int) -> KVStore:
-        """Storage for the keys and values of num_pages * page_size tokens."""
+    def working_bytes(self, matrix: Matrix) -> int:
+        """Bytes of what was made of them to compute faster, and is kept besides."""
+
+    def kv_store(self, model: ModelConfig, num_pages: int, page_size: int, bounds: Sequence[KVBounds] = (),
+                 kv_quantization: str | None = None) -> KVStore:
+        """Storage for the keys and values of num_pages * page_size tokens, as floats or as "int8"
+        (``int8_pages.py``); ``bounds``, one for each layer, say how large the numbers can become."""
 
     def embed(self, table: Matrix, tokens: Sequence[int]) -> Hidden:
         """Rows of the table: [T] token numbers -> [T, D]."""
@@ -74,6 +94,9 @@ class Backend(Protocol):
 
     def linear(self, matrix: Matrix, x: Hidden) -> Hidden:
         """x @ matrix.T: [T, columns] -> [T, rows]."""
+
+    def split(self, x: Hidden, widths: Sequence[int]) -> list[Hidden]:
+        """Cut every row into parts of these widths: [T, sum(widths)] -> one [T, width] for each."""
 
     def rotate(self, x: Hidden, positions: Sequence[int], head_width: int, theta: float) -> Hidden:
         """Rotary embedding (Su et al. 2021, "RoFormer"): in each head turn the pair (2i, 2i + 1) of a row
@@ -98,7 +121,8 @@ class Backend(Protocol):
 
 
 _BACKENDS = {  # name: (module, class, package it needs, extra that installs the package)
-    "cpu": ("cpu_backend", "CpuBackend", None, None),
+    "reference": ("cpu_backend", "CpuBackend", None, None),
+    "cpu": ("lane_backend", "LaneBackend", None, None),
     "numpy": ("numpy_backend", "NumpyBackend", "numpy", "numpy"),
 }
 

@@ -6,11 +6,15 @@ each token of a *batch* (``batch.py``), and attention reads earlier positions fr
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from math import hypot, sqrt
+from operator import mul
 from typing import Any
 
-from .backend import Backend, KVStore, Matrix, Vector
+from .backend import Backend, KVBounds, KVStore, Matrix, Vector
 from .batch import Batch, Piece
 from .reference import reference_generate as reference_generate
 from .schema import ModelConfig, QuantizationConfig
@@ -22,27 +26,22 @@ class Layer:
     """Weights of one decoder layer, in the backend's form."""
 
     attention_norm: Vector
-    query: Matrix
-    key: Matrix
-    value: Matrix
+    qkv: Matrix
     output: Matrix
     ffn_norm: Vector
-    gate: Matrix
-    up: Matrix
+    gate_up: Matrix
     down: Matrix
 
 
-# Field of Layer -> name in a checkpoint, after "model.layers.<i>."
+# Field of Layer -> names in a checkpoint, after "model.layers.<i>.". Matrices that multiply the same vector are one
+# matrix, one upon the other: one product instead of three, and every row's numbers are what they were.
 LAYER_NAMES = {
-    "attention_norm": "input_layernorm.weight",
-    "query": "self_attn.q_proj.weight",
-    "key": "self_attn.k_proj.weight",
-    "value": "self_attn.v_proj.weight",
-    "output": "self_attn.o_proj.weight",
-    "ffn_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
+    "attention_norm": ("input_layernorm.weight",),
+    "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "output": ("self_attn.o_proj.weight",),
+    "ffn_norm": ("post_attention_layernorm.weight",),
+    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "down": ("mlp.down_proj.weight",),
 }
 
 
@@ -53,33 +52,39 @@ class Model:
                  quantization: QuantizationConfig | None = None) -> None:
         check_weights(config, weights)
         self.config, self.backend, self.quantization = config, backend, quantization
-        self._tensors = {name: self._load(tensor) for name, tensor in weights.items()}
-        self._shapes = {name: tensor.shape for name, tensor in weights.items()}
-        self.embedding = self._tensors["model.embed_tokens.weight"]
-        self.final_norm = self._tensors["model.norm.weight"]
-        self.head = self.embedding if config.tied_output else self._tensors["lm_head.weight"]
+        self._loaded: dict[tuple[str, ...], Any] = {}  # what the backend made of one tensor, or of several stacked
+        self._rows = {name: tensor.shape[0] for name, tensor in weights.items()}
+        self.embedding = self._load(weights, "model.embed_tokens.weight")
+        self.final_norm = self._load(weights, "model.norm.weight")
+        self.head = self.embedding if config.tied_output else self._load(weights, "lm_head.weight")
         self.layers = [
-            Layer(**{field: self._tensors[f"model.layers.{i}.{name}"] for field, name in LAYER_NAMES.items()})
+            Layer(**{field: self._load(weights, *(f"model.layers.{i}.{name}" for name in names))
+                     for field, names in LAYER_NAMES.items()})
             for i in range(config.layers)]
+        self.kv_bounds = [kv_bounds(config, weights, f"model.layers.{i}.") for i in range(config.layers)]
 
-    def _load(self, tensor: Tensor) -> Any:
-        if len(tensor.shape) == 1:
-            return self.backend.vector(tensor)
-        return self.backend.matrix(tensor, self.quantization)
+    def _load(self, weights: Mapping[str, Tensor], *names: str) -> Any:
+        tensor = stacked([weights[name] for name in names])
+        loaded = (self.backend.vector(tensor) if len(tensor.shape) == 1
+                  else self.backend.matrix(tensor, self.quantization))
+        self._loaded[names] = loaded
+        return loaded
 
     def forward(self, batch: Batch, store: KVStore) -> list[list[float]]:
         """Compute every token of the batch, leave its keys and values in ``store``, and return the logits
         [vocab_size] of each row in ``batch.logit_rows``. The pages behind the batch must be reserved."""
         b, config = self.backend, self.config
+        width, kv_width, ffn_width = config.width, config.kv_width, config.ffn_width
         x = b.embed(self.embedding, batch.tokens)                                    # [T, width]
         for i, layer in enumerate(self.layers):
             h = b.norm(x, layer.attention_norm, config.norm_eps)
-            q = b.rotate(b.linear(layer.query, h), batch.positions, config.head_width, config.rope_theta)
-            k = b.rotate(b.linear(layer.key, h), batch.positions, config.head_width, config.rope_theta)
-            v = b.linear(layer.value, h)                                             # k, v: [T, kv_width]
+            q, k, v = b.split(b.linear(layer.qkv, h), (width, kv_width, kv_width))
+            q = b.rotate(q, batch.positions, config.head_width, config.rope_theta)
+            k = b.rotate(k, batch.positions, config.head_width, config.rope_theta)
             x = b.add(x, b.linear(layer.output, b.attend(q, k, v, i, store, batch)))
             h = b.norm(x, layer.ffn_norm, config.norm_eps)
-            x = b.add(x, b.linear(layer.down, b.swiglu(b.linear(layer.gate, h), b.linear(layer.up, h))))
+            gate, up = b.split(b.linear(layer.gate_up, h), (ffn_width, ffn_width))
+            x = b.add(x, b.linear(layer.down, b.swiglu(gate, up)))
         if not batch.logit_rows:
             return []
         last = b.norm(b.pick(x, batch.logit_rows), self.final_norm, config.norm_eps)  # [wanted, width]
@@ -91,17 +96,53 @@ class Model:
         batch = Batch.of([Piece(tokens, start=0, pages=(0,), wants_logits=True)], page_size=len(tokens))
         return self.forward(batch, store)[0]
 
-    def new_store(self, num_pages: int, page_size: int) -> KVStore:
+    def new_store(self, num_pages: int, page_size: int, kv_quantization: str | None = None) -> KVStore:
         """Empty storage for keys and values of this model's shape."""
-        return self.backend.kv_store(self.config, num_pages, page_size)
+        return self.backend.kv_store(self.config, num_pages, page_size, self.kv_bounds, kv_quantization)
 
     def parameters(self) -> dict[str, list[list[float]]]:
         """All weights as plain floats by checkpoint name (dequantized; a vector becomes a one-row matrix)."""
-        return {name: self.backend.rows(tensor) if len(self._shapes[name]) == 2 else self.backend.to_lists([tensor])
-                for name, tensor in self._tensors.items()}
+        found: dict[str, list[list[float]]] = {}
+        for names, loaded in self._loaded.items():
+            if names[0].endswith("norm.weight"):
+                found[names[0]] = self.backend.to_lists([loaded])
+                continue
+            rows = iter(self.backend.rows(loaded))
+            found.update((name, list(islice(rows, self._rows[name]))) for name in names)
+        return found
+
+    @property
+    def matrices(self) -> dict[tuple[str, ...], Matrix]:
+        """Every weight matrix in the backend's form, by the names of the tensors stacked in it."""
+        return {names: loaded for names, loaded in self._loaded.items() if not names[0].endswith("norm.weight")}
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weight matrices in the form that is computed with (norm gains, a few numbers, aside)."""
-        return sum(self.backend.matrix_bytes(tensor) for name, tensor in self._tensors.items()
-                   if len(self._shapes[name]) == 2)
+        """Bytes of all weight matrices as they are stored (norm gains, a few numbers, aside)."""
+        return sum(map(self.backend.matrix_bytes, self.matrices.values()))
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes that the backend keeps besides them, to compute faster."""
+        return sum(map(self.backend.working_bytes, self.matrices.values()))
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Matrices of equal columns, one upon the other. A single tensor is passed through."""
+    if len(tensors) == 1:
+        return tensors[0]
+    values = array("f")
+    for tensor in tensors:
+        values.extend(tensor.values)
+    return Tensor((sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:]), values)
+
+
+def kv_bounds(config: ModelConfig, weights: Mapping[str, Tensor], prefix: str) -> KVBounds:
+    """How large each number of a layer's keys and values can become, whatever the input: a store can lay its grid
+    by them. A normed vector x has |x| <= sqrt(width) before its gain g, so |row . (g x)| <= |row * g| sqrt(width)
+    (Cauchy-Schwarz); rotation mixes the two numbers of a pair, which share the bound of the pair."""
+    gain = weights[f"{prefix}input_layernorm.weight"].values
+    keys, values = ([hypot(*map(mul, row, gain)) * sqrt(config.width) for row in weights[f"{prefix}{name}"].rows()]
+                    for name in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"))
+    pairs = [hypot(a, b) for a, b in zip(keys[0::2], keys[1::2])]
+    return KVBounds([pair for pair in pairs for _ in range(2)], values)

@@ -1,0 +1,136 @@
+"""M1 · The default backend: the operations of ``cpu_backend.py``, its products in lanes of long integers.
+
+``cpu_backend.py`` (``backend="reference"``) is the form to read, and the oracle of this one. Here a matrix is a
+``LaneMatrix`` and the pages are a ``LaneKVStore``; the rest is the same arithmetic with fewer steps for each number.
+Float weights are 14-bit integers with a scale a row: not the last bits of the reference, but its tokens (DESIGN.md,
+"Fast without packages", has the measured distances).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import exp, hypot, sqrt
+from typing import Any
+
+from .backend import KVBounds
+from .batch import Batch
+from .cpu_backend import CpuBackend, Row, Rows, rotary_turns
+from .errors import BackendError
+from .int8_pages import Int8KVStore
+from .lane_pages import FULL, LaneKVStore
+from .lanes import LaneMatrix
+from .quantization import QuantizedTensor, dequantize, quantize
+from .schema import ModelConfig, QuantizationConfig
+from .weights import Tensor
+
+NUMBERS = {32: "14-bit, float", 24: "int8", 16: "int4"}  # what lanes of so many bits hold
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix in lanes, beside the codes that it was made of where it is quantized."""
+
+    lanes: LaneMatrix
+    codes: QuantizedTensor | None
+
+
+class LaneBackend(CpuBackend):
+    """Implements ``backend.Backend``."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        if sys.byteorder != "little":
+            raise BackendError("lanes are read as little-endian numbers; on this machine use backend='reference'")
+        self._forms: Counter[tuple[int, int, int]] = Counter()
+
+    # ------------------------------------------------------------------------------------------ loading
+
+    def matrix(self, tensor: Tensor, quantization: QuantizationConfig | None) -> Any:
+        rows, columns = tensor.shape
+        cut = (tensor.values[r * columns:(r + 1) * columns] for r in range(rows))
+        codes = quantize(list(cut), quantization) if quantization else None
+        lanes = LaneMatrix.of_codes(codes) if codes else LaneMatrix.of_floats(cut)
+        self._forms[(rows, columns, lanes.bits)] += 1
+        return Packed(lanes, codes)
+
+    def plan(self) -> str:
+        """Which form each matrix was given, as a table."""
+        lines = ["matrices      rows  columns  weights        lanes      MB"]
+        for (rows, columns, bits), count in self._forms.items():
+            size = count * rows * columns * bits / 8 / 1e6
+            lines.append(f"{count:8} {rows:9,} {columns:8,}  {NUMBERS[bits]:13}  {bits} bits {size:7.1f}")
+        return "\n".join(lines)
+
+    def rows(self, matrix: Any) -> Rows:
+        if matrix.codes:
+            return dequantize(matrix.codes)
+        return [list(matrix.lanes.row(r)) for r in range(matrix.lanes.shape[0])]
+
+    def matrix_bytes(self, matrix: Any) -> int:
+        nbytes: int = matrix.codes.nbytes if matrix.codes else matrix.lanes.nbytes
+        return nbytes
+
+    def working_bytes(self, matrix: Any) -> int:
+        return matrix.lanes.nbytes if matrix.codes else 0
+
+    def kv_store(self, model: ModelConfig, num_pages: int, page_size: int, bounds: Sequence[KVBounds] = (),
+                 kv_quantization: str | None = None) -> Any:
+        if kv_quantization is not None:
+            return super().kv_store(model, num_pages, page_size, bounds, kv_quantization)
+        if model.max_context > FULL // 2:
+            raise BackendError(f"the lanes of backend 'cpu' attend over at most {FULL // 2:,} positions, not the "
+                               f"model's {model.max_context:,}; use backend='reference' or 'numpy'")
+        return LaneKVStore(model.layers, model.kv_heads, model.head_width, num_pages, page_size, bounds)
+
+    # --------------------------------------------------------------------------------------- operations
+
+    def embed(self, table: Any, tokens: Sequence[int]) -> Rows:
+        row = table.codes.row if table.codes else table.lanes.row
+        return [list(row(token)) for token in tokens]
+
+    def norm(self, x: Rows, gain: Row, epsilon: float) -> Rows:
+        return [self._norm_row(row, gain, epsilon) for row in x]
+
+    def _norm_row(self, row: Row, gain: Row, epsilon: float) -> list[float]:
+        scale = 1.0 / sqrt(hypot(*row) ** 2 / len(row) + epsilon)
+        return [value * scale * g for value, g in zip(row, gain)]
+
+    def linear(self, matrix: Any, x: Rows) -> Rows:
+        return list(map(matrix.lanes.times, x))
+
+    def _rotate_row(self, row: Row, position: int, head_width: int, theta: float) -> list[float]:
+        cosines, sines = _turns(position, head_width, theta, len(row) // head_width)
+        turned: list[float] = [0.0] * len(row)
+        even, odd = row[0::2], row[1::2]
+        turned[0::2] = [a * c - b * s for a, b, c, s in zip(even, odd, cosines, sines)]
+        turned[1::2] = [a * s + b * c for a, b, c, s in zip(even, odd, cosines, sines)]
+        return turned
+
+    def attend(self, q: Rows, k: Rows, v: Rows, layer: int, store: Any, batch: Batch) -> Rows:
+        if isinstance(store, Int8KVStore):  # read as the reference reads it
+            return super().attend(q, k, v, layer, store, batch)
+        store.write_layer(layer, batch.slots, k, v)
+        rows: Rows = store.attend(q, layer, batch)
+        return rows
+
+    def swiglu(self, gate: Rows, up: Rows) -> Rows:
+        return [_swiglu_row(gates, ups) for gates, ups in zip(gate, up)]
+
+
+def _swiglu_row(gates: Row, ups: Row) -> list[float]:
+    try:
+        return [z / (1.0 + exp(-z)) * u for z, u in zip(gates, ups)]
+    except OverflowError:  # exp(-z) beyond a double: silu is 0 there
+        return [z / (1.0 + exp(min(-z, 700.0))) * u for z, u in zip(gates, ups)]
+
+
+@lru_cache(maxsize=65_536)
+def _turns(position: int, head_width: int, theta: float, heads: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Cosines and sines of ``cpu_backend.rotary_turns``, repeated for each head."""
+    cosines, sines = zip(*rotary_turns(position, head_width, theta) * heads)
+    return cosines, sines
