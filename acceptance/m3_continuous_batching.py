@@ -15,9 +15,9 @@ class Desk:
         self.case, self.scheduler = case, starter.ContinuousBatchScheduler(**settings)
         self.sizes, self.computed, self.admitted = {}, {}, []
 
-    def submit(self, name, prompt, max_tokens):
+    def submit(self, name, prompt, max_tokens, priority=0):
         self.sizes[name], self.computed[name] = (prompt, max_tokens), 0
-        self.scheduler.submit(starter.Request(name, (1,) * prompt, max_tokens))
+        self.scheduler.submit(starter.Request(name, (1,) * prompt, max_tokens, priority=priority))
 
     def step(self, budget):
         """The chunks of one step: {id: (start, count)}."""
@@ -95,6 +95,26 @@ class M3ContinuousBatching(Case):
             self.that(desk.done("mine"), f"(prompt, max_tokens) {mine} among endless {others}: "
                       f"{desk.computed['mine']} positions computed after 500 steps",
                       "serve by age, or let waiting raise a request's rank")
+
+    def test_no_policy_starves(self):
+        """V4: whatever the policy, a waiting request starts although better-ranked ones keep arriving, for ever."""
+        for policy in ("fcfs", "priority", "shortest", "prefill-first"):
+            self.case = f"policy {policy!r}"
+            try:
+                desk = Desk(self, max_running=3, policy=policy)
+            except starter.RequestError:  # of these names, "fcfs" alone is asked for
+                self.that(policy != "fcfs", 'policy "fcfs" is refused', "it is the default, and must exist")
+                continue
+            for step in range(500):
+                for i in range(3):  # shorter, more urgent, and more than can be served
+                    desk.submit(f"better{step}/{i}", 2, 2, priority=3)
+                if step == 0:  # by its arrival alone it is the last of those that wait
+                    desk.submit("mine", 30, 10)
+                desk.step(8)
+                if desk.computed["mine"]:
+                    break
+            self.that(desk.computed["mine"] > 0, "it has not started after 500 steps",
+                      "let waiting raise a request's rank until no new arrival can pass it")
 
     def test_short_request_behind_long_prompt(self):
         """B11: a short request does not wait until a long prompt that came before it is computed."""

@@ -7,7 +7,8 @@ A seed draws the settings (pages, budget, policy, batching, preemption, prefix s
 ``starter/faults.py``), and operations: submit good and bad requests, step, cancel, read events, and what an outside
 holder of pages may do. Every tenth seed runs the engine's own thread under several readers instead. After every
 operation the pages must be conserved; at the end every stream must hold what its request yields alone on a fresh
-engine (a prefix of it, if it was cancelled or hit), with one last event a sample, and every page must be free.
+engine (a prefix of it, if it was cancelled or hit), with one last event a sample, and every page must be free. Nobody
+ends with an error but those that a fault, a memory cut or an outside holder has hit.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -34,6 +36,7 @@ from starter.loading import Loaded
 from starter.model import Model
 from starter.policies import POLICIES
 from starter.schema import CharacterVocabulary, EngineSettings, ModelConfig, SamplingParams, TokenEvent
+from starter.streams import sample_id
 from starter.timeline import Event, VirtualClock
 from starter.tokenizer import CharacterTokenizer
 from starter.weights import seeded_weights
@@ -44,7 +47,7 @@ CONFIG = ModelConfig(vocab_size=12, width=8, layers=2, heads=4, kv_heads=2, ffn_
                      eos_tokens=(1,))
 VOCABULARY = CharacterVocabulary("abcdefghij", ("<bos>", "<eos>"))
 TOKENIZER = CharacterTokenizer(VOCABULARY, 0, CONFIG.eos_tokens)
-MODEL = Model(CONFIG, seeded_weights(CONFIG, 5), load_backend("cpu"))
+MODEL = Model(CONFIG, seeded_weights(CONFIG, 5), load_backend("reference"))
 BAD_REQUESTS: Sequence[tuple[object, object]] = (
     ([], 3), ([1, 12], 3), ([1, -1], 3), ([True], 3), ("ab", 3), ([1], -1), ([1], 2.0), ([1], 10**18),
     ([2] * CONTEXT, 1))
@@ -120,6 +123,37 @@ def random_faults(rng: random.Random) -> list[Fault]:
 
 
 @dataclass
+class Excuses:
+    """A timeline listener: which sequences something was done to that may end them with an error."""
+
+    outside: Sequence[KVHandle]  # what an outside holder holds now
+    excused: set[str] = field(default_factory=set)
+    computing: set[str] = field(default_factory=set)  # in this step
+    cut_until: int = 0  # memory is cut until this step
+    failed_calls: int = 0  # of the decoder, in this step
+
+    def __call__(self, event: Event) -> None:
+        if event["event"] == "step":
+            self.computing, self.failed_calls = {chunk[0] for chunk in event["chunks"]}, 0
+            if self.outside or event["step"] < self.cut_until:  # nobody who needs a page is sure to get it
+                self.excused.update(event["waiting"], event["running"])
+        elif event["event"] == "fault":
+            self._hit(event["kind"], event["fault"])
+
+    def _hit(self, kind: str, fault: dict[str, Any]) -> None:
+        if kind == "MemoryCut":
+            self.cut_until = max(self.cut_until, fault["until"])
+        elif kind == "BackendFault":
+            self.failed_calls += 1
+            if fault["request_id"] is None and self.failed_calls == 1:
+                return  # everybody is tried again, alone
+        if kind in ("BackendFault", "NanLogits"):
+            self.excused |= self.computing if fault["request_id"] is None else {fault["request_id"]}
+        elif kind == "AbnormalRelease":
+            self.excused.add(fault["request_id"])
+
+
+@dataclass
 class Fuzz:
     """One seed: an engine, the requests it was given, and what their readers have seen."""
 
@@ -129,16 +163,20 @@ class Fuzz:
     seen: dict[str, list[TokenEvent]] = field(default_factory=dict)
     cancelled: dict[str, int] = field(default_factory=dict)  # with the number of events that were read before
     outside: list[KVHandle] = field(default_factory=list)
+    excuses: Excuses = field(init=False)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.engine = make_engine(random_settings(self.rng))
         self.engine.timeline.listen(self.expect_an_end)
+        self.excuses = Excuses(self.outside)
+        self.engine.timeline.listen(self.excuses)
 
     @staticmethod
     def expect_an_end(event: Event) -> None:
         """A timeline listener: steps that go on for ever serve nobody."""
         assert event["step"] < MANY_STEPS, f"{MANY_STEPS} steps and no end"
+
     # ------------------------------------------------------------------------------------ operations
 
     def run(self, operations: int) -> None:
@@ -232,7 +270,7 @@ class Fuzz:
         for request_id, ask in self.asks.items():
             if not self.ended(request_id):
                 self.seen[request_id] += self.engine.poll(request_id)
-            check_stream(request_id, ask, self.seen[request_id], self.cancelled.get(request_id))
+            check_stream(request_id, ask, self.seen[request_id], self.cancelled.get(request_id), self.excuses.excused)
         kv = self.engine.kv
         kv.check()
         assert kv.free_pages == kv.total_pages, f"{kv.total_pages - kv.free_pages} pages are lost"
@@ -243,9 +281,10 @@ class Fuzz:
         self.engine.close()
 
 
-def check_stream(request_id: str, ask: Ask, events: Sequence[TokenEvent], cancelled: int | None) -> None:
+def check_stream(request_id: str, ask: Ask, events: Sequence[TokenEvent], cancelled: int | None,
+                 excused: Collection[str] = ()) -> None:
     """One last event a sample, indices without gaps, and the tokens that the request yields alone; after a cancel, when
-    so many events had been read, none."""
+    so many events had been read, none. No error without an excuse."""
     expected = alone(request_id, ask)
     for number, got in enumerate(by_sample(events, ask.sampling.n)):
         mine = [event for event in events if event.sample == number]
@@ -255,6 +294,9 @@ def check_stream(request_id: str, ask: Ask, events: Sequence[TokenEvent], cancel
         assert [event.index for event in mine] == list(range(len(mine))), where + "indices have gaps"
         wanted = expected[number] if reasons[-1] in ("stop", "length") else expected[number][:len(got)]
         assert got == wanted, where + f"{got} instead of {wanted}"
+        if reasons[-1] == "error":
+            hit = {sample_id(request_id, i) for i in range(ask.sampling.n)}.intersection(excused)
+            assert hit, where + f"ends with an error, and nothing was done to it: {mine[-1].error}"
         if reasons[-1] == "cancelled":
             assert cancelled is not None, where + "cancelled by nobody"
             late = [event.token for event in events[cancelled:] if event.sample == number]

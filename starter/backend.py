@@ -66,8 +66,10 @@ class Backend(Protocol):
 
     name: str
 
-    def matrix(self, tensor: Tensor, quantization: QuantizationConfig | None) -> Matrix:
-        """Take a 2-D tensor [rows, columns] into the backend's own form, quantized where a config is given."""
+    def matrix(self, tensor: Tensor, quantization: QuantizationConfig | None,
+               importance: Sequence[float] | None = None) -> Matrix:
+        """Take a 2-D tensor [rows, columns] into the backend's own form, quantized where a config is given, with an
+        ``importance`` for each column where there is one (``quantization.quantize``)."""
 
     def vector(self, tensor: Tensor) -> Vector:
         """Take a 1-D tensor into the backend's own form."""

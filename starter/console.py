@@ -1,11 +1,21 @@
-"""Printing that cannot crash a run: a console that lacks a character gets a replacement for it.
+"""Printing that cannot crash a run, and programs that end with one line instead of a traceback.
 
-Progress lines appear on a terminal only; a pipe or a file gets the lasting lines and nothing else.
+A console that lacks a character gets a replacement for it. Progress lines appear on a terminal only; a pipe or a file
+gets the lasting lines and nothing else. A program is ``run_program(main)``, where ``main`` returns ``guarded(work)``.
 """
 
 from __future__ import annotations
 
-from typing import TextIO
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from io import StringIO
+from typing import NoReturn, TextIO
+
+from .errors import EngineError
+
+EXIT_OK, EXIT_DIFFERS, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 class Console:
@@ -51,3 +61,45 @@ class Table:
         widths = [max(map(len, column)) for column in zip(*self._rows)][:-1]
         for row in self._rows:
             console.line(indent + "  ".join([cell.ljust(width) for cell, width in zip(row, widths)] + [row[-1]]))
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """A program's exit code, everything printed. Bad input, a full disk, a lack of memory are one line on standard
+    error and exit code 2; a pipe whose reader has seen enough is no error."""
+    try:
+        code = work()
+        if sys.stdout:  # None where the program was started without one
+            sys.stdout.flush()  # a full disk shows here, not after the end
+        return code
+    except BrokenPipeError:
+        return EXIT_OK
+    except (EngineError, OSError, MemoryError) as error:
+        complain(f"error: {error}" if str(error) else "error: not enough memory; ask for fewer pages")
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return EXIT_INTERRUPTED
+
+
+def complain(problem: str) -> None:
+    """One line on standard error. Where that is closed or full, the exit code alone must tell."""
+    with suppress(OSError):
+        Console(sys.stderr).line(problem)
+
+
+def run_program(main: Callable[[], int]) -> NoReturn:
+    """Exit with the code that ``main`` returns. What can no longer be printed is dropped, or Python would fail over it
+    once more at exit."""
+    if sys.stderr is None:  # started without one: argparse up to Python 3.10 would fail over that
+        sys.stderr = StringIO()
+    try:
+        sys.exit(main())
+    except OSError:  # argparse could not print what is wrong with the options
+        sys.exit(EXIT_BAD_INPUT)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                if stream:
+                    stream.flush()
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

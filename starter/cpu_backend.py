@@ -12,12 +12,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from math import cos, exp, sin, sqrt
 from operator import add, mul
 from typing import Union
 
+from .backend import KVBounds
 from .batch import Batch, Span
+from .int8_pages import Int8KVStore
 from .quantization import QuantizedTensor, dequantize, matvec, quantize
 from .schema import ModelConfig, QuantizationConfig
 from .weights import Tensor
@@ -36,14 +38,15 @@ def dot(x: Row, y: Row) -> float:
 class CpuBackend:
     """Implements ``backend.Backend``."""
 
-    name = "cpu"
+    name = "reference"
 
     # ------------------------------------------------------------------------------------------ loading
 
-    def matrix(self, tensor: Tensor, quantization: QuantizationConfig | None) -> Matrix:
+    def matrix(self, tensor: Tensor, quantization: QuantizationConfig | None,
+               importance: Sequence[float] | None = None) -> Matrix:
         rows, columns = tensor.shape
         cut = [tensor.values[r * columns:(r + 1) * columns] for r in range(rows)]
-        return quantize(cut, quantization) if quantization else cut
+        return quantize(cut, quantization, importance) if quantization else cut
 
     def vector(self, tensor: Tensor) -> list[float]:
         return list(tensor.values)
@@ -56,8 +59,13 @@ class CpuBackend:
             return matrix.nbytes
         return sum(len(row) * row.itemsize for row in matrix)
 
-    def kv_store(self, model: ModelConfig, num_pages: int, page_size: int) -> CpuKVStore:
-        return CpuKVStore(model.layers, model.kv_heads, model.head_width, num_pages, page_size)
+    def working_bytes(self, matrix: Matrix) -> int:
+        return 0
+
+    def kv_store(self, model: ModelConfig, num_pages: int, page_size: int, bounds: Sequence[KVBounds] = (),
+                 kv_quantization: str | None = None) -> CpuStore:
+        store = Int8KVStore if kv_quantization == "int8" else CpuKVStore
+        return store(model.layers, model.kv_heads, model.head_width, num_pages, page_size)
 
     # --------------------------------------------------------------------------------------- operations
 
@@ -78,6 +86,10 @@ class CpuBackend:
             return [matvec(matrix, row) for row in x]
         return [[dot(weights, row) for weights in matrix] for row in x]
 
+    def split(self, x: Rows, widths: Sequence[int]) -> list[Rows]:
+        ends = list(accumulate(widths))
+        return [[row[end - width:end] for row in x] for width, end in zip(widths, ends)]
+
     def rotate(self, x: Rows, positions: Sequence[int], head_width: int, theta: float) -> Rows:
         return [self._rotate_row(row, position, head_width, theta) for row, position in zip(x, positions)]
 
@@ -88,18 +100,19 @@ class CpuBackend:
             turned += (a * c - b * s, a * s + b * c)
         return turned
 
-    def attend(self, q: Rows, k: Rows, v: Rows, layer: int, store: CpuKVStore, batch: Batch) -> Rows:
+    def attend(self, q: Rows, k: Rows, v: Rows, layer: int, store: CpuStore, batch: Batch) -> Rows:
         store.write_layer(layer, batch.slots, k, v)
-        return [row for span in batch.spans for row in self._attend_span(q, layer, store, span)]
+        parts = [part for span in batch.spans for part in store.parts(span)]
+        return [row for part in parts for row in self._attend_part(q, layer, store, part)]
 
-    def _attend_span(self, q: Rows, layer: int, store: CpuKVStore, span: Span) -> Rows:
-        out: Rows = [[] for _ in range(span.count)]
-        group = len(q[span.first_row]) // store.row_width  # query heads that share a key/value head
+    def _attend_part(self, q: Rows, layer: int, store: CpuStore, part: Span) -> Rows:
+        out: Rows = [[] for _ in range(part.count)]
+        group = len(q[part.first_row]) // store.row_width  # query heads that share a key/value head
         for head in range(store.kv_heads):
-            keys, columns = store.context(layer, head, span.context)
+            keys, columns = store.context(layer, head, part)
             for i, mixed in enumerate(out):
-                seen = span.start + i + 1
-                row = q[span.first_row + i]
+                seen = part.start + i + 1
+                row = q[part.first_row + i]
                 for first in range(head * group * store.head_width, (head + 1) * group * store.head_width,
                                    store.head_width):
                     mixed += attention(row[first:first + store.head_width], keys[:seen], columns)
@@ -151,6 +164,7 @@ class CpuKVStore:
         self.row_width = kv_heads * head_width  # of one layer
         self.width = layers * self.row_width
         self.page_bytes = 2 * 8 * page_size * self.width
+        self.tail_bytes = self.peak_tails = 0
         empty: array[float] = array("d")
         slots = num_pages * page_size
         self.keys = [[[empty] * slots for _ in range(kv_heads)] for _ in range(layers)]
@@ -165,10 +179,14 @@ class CpuKVStore:
                 keys[slot] = array("d", key[part])
                 values[slot] = array("d", value[part])
 
-    def context(self, layer: int, head: int, slots: Sequence[int]) -> tuple[list[Row], list[Row]]:
-        """Keys of the slots, and their values transposed: [n][head_width] and [head_width][n]."""
+    def parts(self, span: Span) -> list[Span]:
+        """All rows of a span see the same numbers, up to their own positions."""
+        return [span]
+
+    def context(self, layer: int, head: int, span: Span) -> tuple[list[Row], list[Row]]:
+        """Keys of the span's context, and the values transposed: [end][head_width] and [head_width][end]."""
         keys, values = self.keys[layer][head], self.values[layer][head]
-        return [keys[slot] for slot in slots], list(zip(*[values[slot] for slot in slots]))
+        return [keys[slot] for slot in span.context], list(zip(*[values[slot] for slot in span.context]))
 
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
         slot = page * self.page_size + offset
@@ -189,3 +207,9 @@ class CpuKVStore:
             for layer, head in product(range(self.layers), range(self.kv_heads)):
                 page = theirs[layer][head][source * size:(source + 1) * size]
                 ours[layer][head][target * size:(target + 1) * size] = page
+
+    def settle(self, page: int) -> None:
+        """Nothing is kept besides the page."""
+
+
+CpuStore = Union[CpuKVStore, Int8KVStore]

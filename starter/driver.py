@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,37 +22,29 @@ from typing import Any
 if not __package__:  # run as a file: make the package importable, and its modules not importable by bare names
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from starter.console import Console
+from starter.chrome_trace import write_chrome_trace
+from starter.console import EXIT_DIFFERS, EXIT_OK, Console, complain, guarded, run_program
 from starter.engine import InferenceEngine
-from starter.errors import EngineError, RequestError, SchemaError
+from starter.errors import RequestError
 from starter.loading import quantization_config
 from starter.play import play, tokens_of
+from starter.report import write_report
 from starter.schema import QuantizationConfig, SamplingParams, Scenario, TokenEvent, load_scenario
 from starter.show import StepPrinter, print_manifest, print_metrics, print_results
 from starter.streams import sample_id
 from starter.timeline import VirtualClock
 
-EXIT_OK, EXIT_DIFFERS, EXIT_BAD_INPUT = 0, 1, 2
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``p07`` and of this file; returns the exit code."""
     options = _parser().parse_args(arguments)
+    return guarded(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    _check(options)
     console = Console(sys.stdout, quiet=options.quiet or options.json)
-    try:
-        _check(options)
-        code = run_scenario(options, console) if options.fixture is not None else run_prompts(options, console)
-        if sys.stdout:  # None where the program was started without one
-            sys.stdout.flush()  # a full disk shows here, not after the end
-        return code
-    except BrokenPipeError:  # the reader of a pipe has seen enough
-        return EXIT_OK
-    except (EngineError, OSError, MemoryError) as error:
-        Console(sys.stderr).line(f"error: {error}" if str(error) else "error: not enough memory; ask for fewer pages")
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        Console(sys.stderr).line("interrupted")
-        return 130
+    return run_scenario(options, console) if options.fixture is not None else run_prompts(options, console)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -66,13 +57,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def entry() -> None:
     """Console script."""
-    code = main()
-    try:
-        if sys.stdout:
-            sys.stdout.flush()
-    except OSError:  # main has dealt with it; without this Python would fail over it once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(code)
+    run_program(main)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     prompts.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the text before this")
     engine = parser.add_argument_group("engine (the default is what the scenario says)")
     engine.add_argument("--backend", default="cpu", help="cpu, numpy or auto")
-    engine.add_argument("--quantization", choices=("none", "int8", "int4"), help="of the weights")
+    engine.add_argument("--quantization", choices=("none", "int8", "int4", "int4-search"), help="of the weights")
     engine.add_argument("--kv-quantization", choices=("none", "int8"), help="of the KV pages")
     engine.add_argument("--page-size", type=int, metavar="TOKENS")
     engine.add_argument("--num-pages", type=int, metavar="N")
@@ -102,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--preemption", help="recompute or swap")
     engine.add_argument("--host-pages", type=int, metavar="N", help="pages to swap to")
     engine.add_argument("--prefix-sharing", action="store_const", const=True, help="share pages of equal beginnings")
+    engine.add_argument("--workers", type=int, metavar="N", help="processes that compute, this one included")
     engine.add_argument("--no-cache", action="store_true", help="recompute the whole context for every token")
     engine.add_argument("--seed", type=int, help="of the sampling generators")
     engine.add_argument("--clock", choices=("real", "virtual"), default="real", help="virtual: a step lasts one second")
@@ -109,19 +95,16 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--manifest-only", action="store_true", help="print the scenario's manifest and stop")
     output.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     output.add_argument("--timeline", metavar="OUT.jsonl", help="write every event, a line each")
-    output.add_argument("--trace", metavar="OUT.json", help=argparse.SUPPRESS)
-    output.add_argument("--report", metavar="OUT.html", help=argparse.SUPPRESS)
+    output.add_argument("--trace", metavar="OUT.json", help="write a Chrome trace, for ui.perfetto.dev")
+    output.add_argument("--report", metavar="OUT.html", help="write a page that replays the run, step by step")
     output.add_argument("--quiet", action="store_true", help="print nothing but errors")
     return parser
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """Engine settings that were given on the command line."""
-    for flag in ("trace", "report"):
-        if getattr(options, flag):
-            raise SchemaError(f"--{flag} is not part of this version; --timeline writes the same events as JSON lines")
     names = ("page_size", "num_pages", "budget_tokens", "max_running", "policy", "batching", "preemption", "host_pages",
-             "prefix_sharing", "seed")
+             "prefix_sharing", "workers", "seed")
     settings = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.kv_quantization:
         settings["kv_quantization"] = None if options.kv_quantization == "none" else options.kv_quantization
@@ -154,47 +137,63 @@ def run_scenario(options: argparse.Namespace, console: Console) -> int:
             print_json(scenario.to_dict())
         return EXIT_OK
     with InferenceEngine.from_scenario(scenario, options.backend, clock=_clock(options)) as engine:
-        with _timeline(engine, options):
-            events = _play(engine, scenario, console)
+        with _recorded(engine, options):
+            events, refused = _play(engine, scenario, console)
         verdicts = compare(scenario, tokens_of(events))
         metrics = engine.metrics()
     if options.json:
         print_json({"scenario": scenario.name, "backend": engine.model.backend.name,
-                    "tokens": tokens_of(events), "golden": verdicts, "metrics": metrics.to_dict()})
+                    "tokens": tokens_of(events), "refused": refused, "golden": verdicts, "metrics": metrics.to_dict()})
     else:
-        print_results(scenario, events, verdicts, console)
+        print_results(events, refused, verdicts, console)
         print_metrics(metrics, options.clock, console)
     differing = [request_id for request_id, verdict in verdicts.items() if verdict == "differs"]
     console.line()
     if not scenario.golden:
         console.line("This scenario has no golden tokens to compare with.")
-    elif differing and scenario.quantization == given.quantization:
+    elif differing and _quantized(scenario) == _quantized(given):
         console.line(f"The output DIFFERS from the golden tokens: {', '.join(differing)}")
         return EXIT_DIFFERS
     elif differing:
         agree = len(verdicts) - len(differing)
-        console.line(f"The golden tokens belong to other weights than these quantized ones; {agree} of {len(verdicts)} "
+        console.line(f"The golden tokens belong to other numbers than these quantized ones; {agree} of {len(verdicts)} "
                      f"outputs agree all the same.")
     else:
         console.line(f"All {len(verdicts)} outputs equal the golden tokens.")
     return EXIT_OK
 
 
-def _timeline(engine: InferenceEngine, options: argparse.Namespace) -> AbstractContextManager[None]:
-    """While it is open, events go to the file that was asked for."""
-    return engine.timeline.written_to(options.timeline) if options.timeline else nullcontext()
+def _quantized(scenario: Scenario) -> tuple[object, object]:
+    """How weights and KV pages are rounded."""
+    return scenario.quantization, scenario.engine.kv_quantization
 
 
-def _play(engine: InferenceEngine, scenario: Scenario, console: Console) -> list[TokenEvent]:
-    """Run the scenario and show each step."""
+@contextmanager
+def _recorded(engine: InferenceEngine, options: argparse.Namespace) -> Iterator[None]:
+    """While it is open, events go to the timeline file that was asked for; at the end, to the trace and the report."""
+    events = list(engine.timeline.events)
+    if options.trace or options.report:
+        engine.timeline.listen(events.append)
+    with engine.timeline.written_to(options.timeline) if options.timeline else nullcontext():
+        yield
+    if options.trace:
+        write_chrome_trace(events, options.trace)
+    if options.report:
+        write_report(events, options.report)
+
+
+def _play(engine: InferenceEngine, scenario: Scenario, console: Console) -> tuple[list[TokenEvent], dict[str, str]]:
+    """Run the scenario and show each step: all events, and why requests were refused."""
     console.line()
     events: list[TokenEvent] = []
+    refused: dict[str, str] = {}
     steps = StepPrinter(engine, console)
     for played in play(engine, scenario):
         events += played.events
+        refused.update(played.refused)
         steps.show(played)
     steps.flush()
-    return events
+    return events, refused
 
 
 def compare(scenario: Scenario, tokens: dict[str, list[int]]) -> dict[str, str]:
@@ -218,7 +217,7 @@ def run_prompts(options: argparse.Namespace, console: Console) -> int:
     engine = InferenceEngine.from_checkpoint(options.checkpoint, options.backend, clock=_clock(options),
                                              quantization=_quantization(options, None), **settings)
     console.progress("")
-    with engine, _timeline(engine, options):
+    with engine, _recorded(engine, options):
         sampling = SamplingParams(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
                                   n=options.n, stop=options.stop)
         prompts = {f"prompt-{i}": prompt for i, prompt in enumerate(options.prompt or [""], start=1)}
@@ -234,7 +233,7 @@ def run_prompts(options: argparse.Namespace, console: Console) -> int:
     else:
         print_metrics(metrics, options.clock, console)
     for name, failure in failures.items():
-        Console(sys.stderr).line(f"error: {name} did not finish: {failure}")
+        complain(f"error: {name} did not finish: {failure}")
     return EXIT_DIFFERS if failures else EXIT_OK
 
 

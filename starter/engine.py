@@ -28,10 +28,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Condition, RLock, Thread
-from typing import Union
+from typing import Union, get_args
 
 from . import __version__
-from .backend import Backend
+from .backend import Backend, KVStore
 from .batch import Piece
 from .errors import (
     BackendError,
@@ -40,6 +40,7 @@ from .errors import (
     EngineError,
     QueueFullError,
     RequestError,
+    SchemaError,
     UnknownRequestError,
 )
 from .executor import Executor, Row
@@ -47,10 +48,22 @@ from .faults import Fault, FaultInjector
 from .kv_cache import KVCacheManager
 from .loading import AS_IN_SCENARIO, Loaded, load_checkpoint_model, load_scenario_model
 from .metrics import Metrics
+from .parallel import ParallelModel
 from .recorder import Recorder
+from .requests import SEED_SHAPE
 from .sampling import Choice, Draws, sample
 from .scheduler import ContinuousBatchScheduler, ScheduledChunk, ScheduleDecision
-from .schema import ENGINE_SHAPE, MODEL_SHAPE, EngineSettings, Request, SamplingParams, Scenario, TokenEvent
+from .schema import (
+    ENGINE_SHAPE,
+    FAULT_SHAPE,
+    MODEL_SHAPE,
+    EngineSettings,
+    Request,
+    SamplingParams,
+    Scenario,
+    TokenEvent,
+)
+from .shapes import Nullable, describe
 from .stop_strings import StopStrings
 from .streams import RequestStatus, RequestStream, Sample, sample_id
 from .timeline import Timeline
@@ -63,8 +76,12 @@ class InferenceEngine:
 
     def __init__(self, loaded: Loaded, settings: EngineSettings | None = None,
                  clock: Callable[[], float] | None = None) -> None:
+        if clock is not None and not callable(clock):
+            raise SchemaError(f"a function that returns seconds is wanted, not {describe(clock)}", "/clock")
         self.model, self.tokenizer, self.settings = loaded.model, loaded.tokenizer, settings or EngineSettings()
-        self._recorder = Recorder(clock or time.monotonic)
+        self._workers = ParallelModel(loaded.model, self.settings.workers) if self.settings.workers > 1 else None
+        self.model = self._workers or loaded.model
+        self._recorder = Recorder(time.monotonic if clock is None else clock)
         self._stepping = RLock()  # held by whoever runs a step; never taken by a thread that holds _news
         self._news = Condition(RLock())  # held while state is read or changed; notified when there are new events
         self._streams: dict[str, RequestStream] = {}  # by request: live, or with unread events
@@ -94,6 +111,9 @@ class InferenceEngine:
         ``overrides`` replace fields of EngineSettings; ``weights_seed`` draws other weights; ``quantization`` is
         None, "int8", "int4" or a QuantizationConfig. SchemaError names a setting that is out of range.
         """
+        if not isinstance(scenario, Scenario):
+            raise SchemaError(f"a Scenario is wanted, as load_scenario(path) returns it, not {describe(scenario)}")
+        Nullable(SEED_SHAPE).parse(weights_seed, "/weights_seed")
         settings = scenario.engine.override(overrides)
         return cls(load_scenario_model(scenario, backend, quantization, weights_seed), settings, clock)
 
@@ -101,23 +121,32 @@ class InferenceEngine:
     def from_checkpoint(cls, path: str | Path, backend: str | Backend = "auto", *, quantization: object = None,
                         clock: Callable[[], float] | None = None, **overrides: object) -> InferenceEngine:
         """An engine for a checkpoint on disk: a llama2.c model file with its tokenizer, or the folder of both."""
+        if not isinstance(path, (str, Path)):
+            raise SchemaError(f"the path of a model file or of its folder is wanted, not {describe(path)}")
         settings = EngineSettings().override(overrides)
         return cls(load_checkpoint_model(path, backend, quantization), settings, clock)
 
     def _make_cache(self) -> KVCacheManager:
         settings, config = self.settings, self.model.config
-        page_bytes = self.model.new_store(1, settings.page_size).page_bytes
-        num_pages = settings.num_pages
-        if settings.kv_budget_bytes is not None:
-            num_pages = settings.kv_budget_bytes // page_bytes
-            if num_pages == 0:
-                raise CapacityError(f"kv_budget_bytes {settings.kv_budget_bytes} is less than one page of "
-                                    f"{settings.page_size} tokens ({page_bytes} bytes); give a larger budget")
+        num_pages = settings.num_pages if settings.kv_budget_bytes is None else self._pages_within(
+            settings.kv_budget_bytes)
         host_pages = settings.host_pages if settings.preemption == "swap" else 0
         return KVCacheManager(
             num_pages, settings.page_size, config.layers * config.kv_width, settings.prefix_sharing,
-            self.model.new_store(num_pages, settings.page_size), host_pages,
-            self.model.new_store(host_pages, settings.page_size), observer=self._on_pages)
+            self._new_store(num_pages), host_pages, self._new_store(host_pages), observer=self._on_pages)
+
+    def _new_store(self, num_pages: int) -> KVStore:
+        return self.model.new_store(num_pages, self.settings.page_size, self.settings.kv_quantization)
+
+    def _pages_within(self, budget: int) -> int:
+        """As many pages as fit in so many bytes, with a tail for each of them or for max_running, if that is less."""
+        page = self._new_store(1)
+        num_pages = max(budget // (page.page_bytes + page.tail_bytes),
+                        (budget - self.settings.max_running * page.tail_bytes) // page.page_bytes)
+        if num_pages < 1:
+            raise CapacityError(f"kv_budget_bytes {budget} is less than one page of {self.settings.page_size} tokens "
+                                f"({page.page_bytes + page.tail_bytes} bytes); give a larger budget")
+        return num_pages
 
     def __enter__(self) -> InferenceEngine:
         return self
@@ -131,9 +160,14 @@ class InferenceEngine:
 
     def inject(self, faults: Iterable[Fault]) -> FaultInjector:
         """Let these faults happen from now on, in place of those injected before (see ``faults.py``)."""
+        faults = tuple(faults) if isinstance(faults, Iterable) else (faults,)
+        for fault in faults:
+            if not isinstance(fault, get_args(Fault)):
+                raise RequestError(f"a list of faults is wanted (see faults.py), not {describe(fault)}")
         with self._news:
             if self._executor.faults:
                 self._executor.faults.end()
+            self._recorder.event("inject", faults=[FAULT_SHAPE.dump(fault) for fault in faults])
             injector = FaultInjector(faults, self.kv, self.scheduler.handle, self._recorder.event)
             self._executor.faults = injector
             return injector
@@ -163,7 +197,7 @@ class InferenceEngine:
             return not self._closed
 
     def close(self) -> None:
-        """Cancel what is live, give all pages back, and end the engine's own thread. Idempotent."""
+        """Cancel what is live, give all pages back, and end the engine's own thread and processes. Idempotent."""
         with self._news:
             for stream in list(self._streams.values()):
                 if stream.finish_reason is None:
@@ -175,6 +209,8 @@ class InferenceEngine:
             thread, self._thread = self._thread, None
         if thread:
             thread.join()
+        if self._workers:
+            self._workers.close()
 
     # ------------------------------------------------------------------------------------------ serving
 
@@ -188,7 +224,7 @@ class InferenceEngine:
             request_id = self._fresh_id() if request_id is None else request_id
             try:
                 request = Request(request_id, prompt_tokens, max_tokens, self._recorder.clock(), priority,
-                                  sampling or SamplingParams(), stop_tokens, cache_salt)
+                                  SamplingParams() if sampling is None else sampling, stop_tokens, cache_salt)
                 self._check(request)
                 stream = self._make_stream(request)
                 self.scheduler.submit(request)
@@ -198,8 +234,7 @@ class InferenceEngine:
             self._submitted += 1
             self._streams[request_id] = stream
             self._samples.update({sample_.id: sample_ for sample_ in stream.samples})
-            self._recorder.event("submit", request=request_id, prompt_tokens=list(request.prompt_tokens),
-                                 max_tokens=max_tokens)
+            self._recorder.submitted(request)
             if max_tokens == 0:
                 self._end_all(stream, "length")
             self._news.notify_all()
@@ -307,16 +342,19 @@ class InferenceEngine:
                  sampling: SamplingParams | None = None) -> list[list[int]]:
         """Continue several prompts together; the tokens of each (of n samples, the first). All or none: a prompt that
         is refused, or that ends with an error, cancels the others and raises."""
+        if not isinstance(prompts, Sequence) or isinstance(prompts, (str, bytes)):
+            raise RequestError(f"a list of prompts is wanted, each a list of tokens, not {describe(prompts)}")
         request_ids: list[str] = []
         try:
             for prompt in prompts:
                 request_ids.append(self.submit(prompt, max_tokens, sampling=sampling))
             return [self._tokens_of(request_id) for request_id in request_ids]
         except BaseException:
-            for request_id in request_ids:
-                if request_id in self._streams:
-                    self.cancel(request_id)
-                    self.poll(request_id)
+            with self._news:
+                for request_id in request_ids:
+                    if request_id in self._streams:
+                        self.cancel(request_id)
+                        self.poll(request_id)
             raise
 
     def _tokens_of(self, request_id: str) -> list[int]:
@@ -394,9 +432,10 @@ class InferenceEngine:
         self._require_open()
         if self._executor.faults:
             self._executor.faults.before_step()
-        decision = self.scheduler.step(budget_tokens)
-        pieces = self._pieces(decision.chunks)
-        self._recorder.planned(decision, self._positions(pieces.values()), self.kv)
+        with self._recorder.planning():
+            decision = self.scheduler.step(budget_tokens)
+            pieces = self._pieces(decision.chunks)
+            self._recorder.planned(decision, self._positions(pieces.values()), self.kv)
         self._end_failures()
         return decision, pieces
 

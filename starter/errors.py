@@ -29,9 +29,11 @@ class SchemaError(EngineError, ValueError):
     """Malformed data. ``path`` is a JSON pointer (RFC 6901) to the offending value; "" is the whole document."""
 
     def __init__(self, message: str, path: str = "") -> None:
-        super().__init__(f"{path or '(document)'}: {message}")
-        self.path = path
-        self.problem = message
+        super().__init__(message, path)  # as they are: what is unpickled is made anew from them
+        self.problem, self.path = message, path
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}" if self.path else self.problem
 
 
 class RequestError(EngineError, ValueError):

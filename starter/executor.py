@@ -25,7 +25,8 @@ class Executor:
         """Logits for each sequence whose next token is due; an exception for each one that failed.
 
         When the batch fails, each sequence is tried alone (its slots are simply written again, with the same
-        numbers), so that only those at fault end. This relies on batch-equals-solo.
+        numbers), so that only those at fault end. This relies on batch-equals-solo, and on stores that keep whatever
+        a second time needs until the page manager settles a page.
         """
         try:
             return self._forward(pieces)

@@ -17,6 +17,8 @@ from typing import Union
 from .errors import BackendError, OutOfPagesError, RequestError, StaleHandleError
 from .kv_cache import KVCacheManager, KVHandle
 
+HOLDER = "(memory cut)"  # the name under which memory cuts hold pages
+
 
 @dataclass(frozen=True)
 class BackendFault:
@@ -95,7 +97,7 @@ class FaultInjector:
     def before_step(self) -> None:
         """Outside holders do what they do."""
         step, self._steps = self._steps, self._steps + 1
-        self.end(step)
+        self._give_back(step)
         for fault in self._faults:
             if isinstance(fault, AbnormalRelease) and fault.step == step:
                 self._release(fault)
@@ -105,7 +107,7 @@ class FaultInjector:
     def _cut(self, fault: MemoryCut) -> None:
         pages = min(fault.pages, self._kv.free_pages)
         try:
-            self._held.append((fault.until, self._kv.allocate("(memory cut)", pages * self._kv.page_size)))
+            self._held.append((fault.until, self._kv.allocate(HOLDER, pages * self._kv.page_size)))
         except OutOfPagesError:  # refused on purpose, like anybody's: the two faults cancel each other
             return
         self._fire(fault)
@@ -117,8 +119,14 @@ class FaultInjector:
             return
         self._fire(fault)
 
-    def end(self, step: float = inf) -> None:
-        """Outside holders give back what they hold until this step; or all of it."""
+    def end(self) -> None:
+        """Outside holders give back all they hold."""
+        if self._held:
+            self._record("lift")
+            self._give_back(inf)
+
+    def _give_back(self, step: float) -> None:
+        """What is held until this step."""
         for until, handle in self._held:
             if until <= step:
                 self._kv.release(handle)

@@ -46,7 +46,7 @@ class KVHandle:
     """A request's key to its pages. Opaque: only the manager that gave it out can use it."""
 
     request_id: str
-    serial: int
+    serial: int = field(repr=False)  # not the same in two runs, which errors should be
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class CacheStats:
     peak_pages, peak_bytes  the most pages in use at once, a shared page counted once
     internal_fragmentation  slots now reserved in used pages and holding no token, a shared page counted once
     swaps_out, swaps_in     tables moved to host pages and back
+    peak_tail_bytes         the most held besides the pages, for those that were being filled (int8 pages)
     """
 
     allocations: int
@@ -81,6 +82,7 @@ class CacheStats:
     internal_fragmentation: int
     swaps_out: int = 0
     swaps_in: int = 0
+    peak_tail_bytes: int = 0
 
 
 @dataclass
@@ -99,6 +101,7 @@ class PlainStore:
     def __init__(self, page_size: int, width: int) -> None:
         self.page_size, self.width = page_size, width
         self.page_bytes = 2 * 8 * page_size * width  # doubles
+        self.tail_bytes = self.peak_tails = 0
         self._slots: dict[int, tuple[list[float], list[float]]] = {}
 
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
@@ -114,13 +117,17 @@ class PlainStore:
             if source * self.page_size + offset in slots:
                 self.write(target, offset, *slots[source * self.page_size + offset])
 
+    def settle(self, page: int) -> None:
+        """Nothing is kept besides the page."""
+
 
 class KVCacheManager:
     """Gives out pages and takes them back.
 
     ``width`` is how many numbers a token's key has (all layers together). ``host_pages`` is the size of a second
     pool for tables that are swapped out, its numbers in ``host_store``. ``observer(kind, request_id, pages)`` is told
-    of every change to a table: "allocate", "share", "copy", "release", "swap_out", "swap_in".
+    of every change: "allocate", "share", "copy", "append", "publish", "evict", "release", "swap_out", "swap_in" (see
+    ``timeline.py`` for what each means).
     """
 
     def __init__(self, num_pages: int, page_size: int, width: int = 1, prefix_sharing: bool = False,
@@ -139,6 +146,7 @@ class KVCacheManager:
         self.gate: Callable[[int, str], None] = lambda number, for_whom: None  # asked before fresh pages are taken
         self._tables: dict[int, _Table] = {}
         self._counts: Counter[str] = Counter()
+        self._misses = 0
 
     # ---------------------------------------------------------------------------------------- observing
 
@@ -194,9 +202,9 @@ class KVCacheManager:
         """Counters and the pool's state. O(1)."""
         counts, pool = self._counts, self._pool
         return CacheStats(
-            counts["allocations"], counts["releases"], counts["hits"], counts["misses"], counts["copies"],
+            counts["allocations"], counts["releases"], counts["hits"], self._misses, counts["copies"],
             pool.evictions, pool.peak, pool.peak * self.store.page_bytes, self.internal_fragmentation(),
-            counts["swaps_out"], counts["swaps_in"])
+            counts["swaps_out"], counts["swaps_in"], self.store.peak_tails * self.store.tail_bytes)
 
     def internal_fragmentation(self) -> int:
         """Slots of used pages that hold no token. O(1)."""
@@ -224,12 +232,12 @@ class KVCacheManager:
         self._ask(needed - len(shared), request_id, besides=shared)
         for page in shared:
             self._pool.share(page)
-        fresh = self._pool.take(needed - len(shared), request_id)
+        if shared:
+            self._observer("share", request_id, tuple(shared))
+        fresh = self._take(needed - len(shared), request_id)
         table.pages, table.nodes = shared + fresh, [node for _, node in found]
         table.length = len(found) * self.page_size
         self._counts["hits"] += table.length
-        if shared:
-            self._observer("share", request_id, tuple(shared))
         self._observer("allocate", request_id, tuple(fresh))
         return self._open(table)
 
@@ -261,9 +269,9 @@ class KVCacheManager:
         del self._tables[handle.serial]
         self._counts["releases"] += 1
         for page in reversed(table.pages):  # the end first: it is evicted before the beginning, which more can use
-            self._pool.drop(page)
+            self._drop(page)
         for page in table.host_pages or ():
-            self._host.drop(page)
+            self._drop(page, self._host, self.host_store)
         self._observer("release", table.request_id, tuple(table.pages))
 
     # -------------------------------------------------------------------------------------------- filling
@@ -272,12 +280,14 @@ class KVCacheManager:
         """Make positions length .. token_count - 1 writable: add the missing pages, copy shared ones that would be
         written. All or nothing: OutOfPagesError leaves everything as it was. O(new pages)."""
         table = self._resident(handle)
+        if token_count <= len(table.pages) * self.page_size and not self._pool.shared:
+            return  # as nearly always while decoding
         shared = self._shared_among(table, table.length, token_count)
         missing = max(0, self.pages_for(token_count) - len(table.pages))
         if not shared and not missing:
             return
         self._ask(len(shared) + missing, table.request_id)
-        fresh = self._pool.take(len(shared) + missing, table.request_id)
+        fresh = self._take(len(shared) + missing, table.request_id)
         self._copy_pages([table.pages[i] for i in shared], fresh)
         for index, target in zip(shared, fresh):
             self._replace(table, index, target)
@@ -293,11 +303,13 @@ class KVCacheManager:
         if not table.length <= token_count <= len(table.pages) * self.page_size:
             raise RequestError(f"{table.request_id} has {table.length} tokens and {len(table.pages)} pages of "
                                f"{self.page_size}; it cannot hold {token_count}")
-        if self._shared_among(table, table.length, token_count):
+        if self._pool.shared and self._shared_among(table, table.length, token_count):
             raise RequestError(f"{table.request_id} shares the page it would fill; reserve() the positions first")
-        self._counts["misses"] += token_count - table.length
+        self._misses += token_count - table.length  # an attribute: this is the hot path
         for i in range(table.length // self.page_size, self.pages_for(token_count)):
             self._pool.set_fill(table.pages[i], min(self.page_size, token_count - i * self.page_size))
+        for page in table.pages[table.length // self.page_size:token_count // self.page_size]:
+            self.store.settle(page)
         table.length = token_count
         if self.prefix_sharing and tokens is not None:
             self._publish(table, tokens)
@@ -309,7 +321,10 @@ class KVCacheManager:
             content = tokens[i * self.page_size:(i + 1) * self.page_size]
             if len(content) < self.page_size:  # the caller knows only the beginning of what is stored
                 break
+            new = table.pages[i] not in self._pool.index
             table.nodes.append(self._pool.index.publish(node, content, table.pages[i]))
+            if new and table.pages[i] in self._pool.index:
+                self._observer("publish", table.request_id, (table.pages[i],))
 
     def append(self, handle: KVHandle, key: Sequence[float], value: Sequence[float]) -> None:
         """Store the next position's key and value, growing by a page where needed. O(width)."""
@@ -318,6 +333,7 @@ class KVCacheManager:
         self.reserve(handle, position + 1)
         self.store.write(*self._slot(self._table(handle).pages, position), key, value)
         self.commit(handle, position + 1)
+        self._observer("append", handle.request_id, self.pages(handle))
 
     def read(self, handle: KVHandle, position: int) -> tuple[Sequence[float], Sequence[float]]:
         """Key and value of a stored position. IndexError outside 0 .. length - 1."""
@@ -338,7 +354,7 @@ class KVCacheManager:
         host_pages = self._host.take(len(filled), f"swapping out {table.request_id}")
         self._copy_pages(filled, host_pages, self._host, self.host_store, self.store)
         for page in reversed(table.pages):
-            self._pool.drop(page)
+            self._drop(page)
         self._observer("swap_out", table.request_id, tuple(table.pages))
         table.pages, table.host_pages = [], host_pages
         self._counts["swaps_out"] += 1
@@ -351,10 +367,10 @@ class KVCacheManager:
             raise RequestError(f"{table.request_id} is not swapped out; there is nothing to bring back")
         needed = self.pages_for(max(token_count, table.length))
         self._ask(needed, table.request_id)
-        pages = self._pool.take(needed, table.request_id)
+        pages = self._take(needed, table.request_id)
         self._copy_pages(table.host_pages, pages, self._pool, self.store, self.host_store)
         for page in table.host_pages:
-            self._host.drop(page)
+            self._drop(page, self._host, self.host_store)
         table.pages, table.host_pages = pages, None
         table.nodes = []  # these are copies: the originals may be published still
         for i in range(self.pages_for(table.length)):
@@ -401,6 +417,19 @@ class KVCacheManager:
             self.gate(number, for_whom)
         self._pool.require(number, for_whom, besides)
 
+    def _take(self, number: int, for_whom: str) -> list[int]:
+        """Fresh pages. What is evicted for them is told first."""
+        if doomed := self._pool.next_evicted(number):
+            self._observer("evict", for_whom, doomed)
+        return self._pool.take(number, for_whom)
+
+    def _drop(self, page: int, pool: PagePool | None = None, store: KVStore | None = None) -> None:
+        """One user less; with the last one goes what the store kept besides the page."""
+        pool = pool or self._pool
+        pool.drop(page)
+        if not pool.refcounts[page]:
+            (store or self.store).settle(page)
+
     def _open(self, table: _Table) -> KVHandle:
         handle = KVHandle(table.request_id, next(_serials))
         self._tables[handle.serial] = table
@@ -414,9 +443,10 @@ class KVCacheManager:
         return table
 
     def _resident(self, handle: KVHandle) -> _Table:
-        table = self._table(handle)
-        if table.host_pages is not None:
-            raise RequestError(f"{table.request_id} is swapped out; swap it in before its pages are used")
+        table = self._tables.get(handle.serial) if isinstance(handle, KVHandle) else None
+        if table is None or table.host_pages is not None:
+            swapped = self._table(handle)  # or StaleHandleError
+            raise RequestError(f"{swapped.request_id} is swapped out; swap it in before its pages are used")
         return table
 
     def _slot(self, pages: Sequence[int], position: int) -> tuple[int, int]:
@@ -437,7 +467,7 @@ class KVCacheManager:
                 (store or self.store).copy_page(source, target, origin)
         except BaseException:
             for page in reversed(fresh):
-                (pool or self._pool).drop(page)
+                self._drop(page, pool, store)
             raise
 
     def _replace(self, table: _Table, index: int, target: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from .backend import KVBounds
 from .batch import Batch
-from .cpu_backend import CpuBackend, Row, Rows, rotary_turns
+from .cpu_backend import CpuBackend, Row, Rows, rotary_turns, silu
 from .errors import BackendError
 from .int8_pages import Int8KVStore
 from .lane_pages import FULL, LaneKVStore
@@ -50,17 +50,18 @@ class LaneBackend(CpuBackend):
 
     # ------------------------------------------------------------------------------------------ loading
 
-    def matrix(self, tensor: Tensor, quantization: QuantizationConfig | None) -> Any:
+    def matrix(self, tensor: Tensor, quantization: QuantizationConfig | None,
+               importance: Sequence[float] | None = None) -> Any:
         rows, columns = tensor.shape
         cut = (tensor.values[r * columns:(r + 1) * columns] for r in range(rows))
-        codes = quantize(list(cut), quantization) if quantization else None
+        codes = quantize(list(cut), quantization, importance) if quantization else None
         lanes = LaneMatrix.of_codes(codes) if codes else LaneMatrix.of_floats(cut)
         self._forms[(rows, columns, lanes.bits)] += 1
         return Packed(lanes, codes)
 
     def plan(self) -> str:
         """Which form each matrix was given, as a table."""
-        lines = ["matrices      rows  columns  weights        lanes      MB"]
+        lines = ["matrices      rows  columns  weights        lanes        MB"]
         for (rows, columns, bits), count in self._forms.items():
             size = count * rows * columns * bits / 8 / 1e6
             lines.append(f"{count:8} {rows:9,} {columns:8,}  {NUMBERS[bits]:13}  {bits} bits {size:7.1f}")
@@ -97,7 +98,7 @@ class LaneBackend(CpuBackend):
         return [self._norm_row(row, gain, epsilon) for row in x]
 
     def _norm_row(self, row: Row, gain: Row, epsilon: float) -> list[float]:
-        scale = 1.0 / sqrt(hypot(*row) ** 2 / len(row) + epsilon)
+        scale = sqrt(len(row)) / hypot(*row, sqrt(len(row) * epsilon))  # no square overflows
         return [value * scale * g for value, g in zip(row, gain)]
 
     def linear(self, matrix: Any, x: Rows) -> Rows:
@@ -125,8 +126,8 @@ class LaneBackend(CpuBackend):
 def _swiglu_row(gates: Row, ups: Row) -> list[float]:
     try:
         return [z / (1.0 + exp(-z)) * u for z, u in zip(gates, ups)]
-    except OverflowError:  # exp(-z) beyond a double: silu is 0 there
-        return [z / (1.0 + exp(min(-z, 700.0))) * u for z, u in zip(gates, ups)]
+    except OverflowError:  # exp(-z) beyond a double
+        return [silu(z) * u for z, u in zip(gates, ups)]
 
 
 @lru_cache(maxsize=65_536)

@@ -29,12 +29,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain, compress
-from math import exp, floor, hypot, isfinite, log2, nan, sqrt
+from math import exp, hypot, isfinite, nan, sqrt
 from operator import itemgetter, mul, truediv
 
 from .backend import KVBounds
 from .batch import Batch, Span
-from .lanes import lane, ones, pack, to_integers, unpack
+from .lanes import lane, largest_exponent, ones, pack, to_integers, unpack
 
 BITS = 32
 MOST = 2**15 - 1  # of a stored number
@@ -135,12 +135,12 @@ class LaneKVStore:
     def _attend_row(self, row: Sequence[float], layer: int, span: Span, seen: int) -> list[float]:
         width, pages = self.head_width, span.pages[:-(-seen // self.page_size)]
         group = len(row) // self.row_width  # query heads that share a kv head
-        length = hypot(*row)
+        query = list(map(mul, row, self._score_units(layer, group)))
+        length = hypot(*query)
         if not isfinite(length):
             return [nan] * len(row)
-        query = list(map(mul, row, self._score_units(layer, group)))
         # A power of two: scores then come in units of 2**-exponent. One for all heads, so no longer than all together.
-        exponent = floor(log2(self._reach / (hypot(*query) or 1.0)))
+        exponent = largest_exponent(length, self._reach)
         integers = to_integers(query, 2.0**exponent)
         keys, values = self.keys[layer], self.values[layer]
         out: list[float] = []
@@ -171,7 +171,7 @@ class LaneKVStore:
         scores = b"".join([(sum(map(mul, query, columns)) + half).to_bytes(4 * self.page_size, "little")
                            for columns in key_pages])[:4 * seen]
         highest = max(memoryview(scores).cast("I"))
-        shift = max(0, exponent - STEPS)
+        shift = min(BITS, max(0, exponent - STEPS))  # beyond BITS all are within a step of the table
         gaps = (highest * ones(seen, BITS) - int.from_bytes(scores, "little") >> shift) & _mask(seen, shift)
         indices = memoryview(gaps.to_bytes(4 * seen, "little")).cast("I").tolist()
         if exponent < STEPS:  # scores in the millions: steps of the table are finer than theirs

@@ -31,7 +31,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import islice, repeat
-from math import floor, hypot, isfinite, log2, nan, sqrt
+from math import frexp, hypot, isfinite, nan, sqrt
 from operator import mul
 from struct import Struct
 
@@ -39,6 +39,7 @@ from .quantization import QuantizedTensor
 
 WEIGHT_BITS = 14  # of a float weight in a lane
 BLOCK_ROWS = 2048  # lanes in one integer at most: longer ones fall out of the processor's first cache
+LEAST = 8  # root mean square of the integers of x, below which their rounding would outweigh that of the codes
 _MAGIC = 1.5 * 2.0**52  # a double this large has a unit of 1, so that adding it rounds to an integer
 UNITS = {32: 1.0, 24: 2.0**-8, 16: 1.0}  # what one means in the numbers that ``unpack`` returns
 
@@ -50,6 +51,11 @@ def to_integers(x: Sequence[float], factor: float) -> list[int]:
     """
     doubles = _doubles(len(x)).pack(*[v * factor + _MAGIC for v in x])
     return memoryview(doubles).cast("i")[::2].tolist()
+
+
+def largest_exponent(length: float, reach: float) -> int:
+    """The largest e (up to 1022) of length * 2**e < reach."""
+    return min(-frexp(length / reach)[1], 1022)
 
 
 @lru_cache(maxsize=1024)
@@ -134,7 +140,9 @@ class LaneMatrix:
         formats the dequantized rows, at 14 bits."""
         rows = range(q.shape[0])
         if q.symmetric and q.groups_per_row == 1:
-            return cls(map(q.row_codes, rows), list(q.scales), 24 if q.bits == 8 else 16)
+            lanes = cls(map(q.row_codes, rows), list(q.scales), 24 if q.bits == 8 else 16)
+            if lanes._reach >= LEAST * sqrt(q.shape[1]):  # else the rows are too long for narrow lanes
+                return lanes
         return cls.of_floats(map(q.row, rows))
 
     @property
@@ -149,7 +157,7 @@ class LaneMatrix:
             return [nan] * self.shape[0]
         if length == 0.0:
             return [0.0] * self.shape[0]
-        exponent = floor(log2(self._reach / length))  # a power of two, so that scales can be kept ready
+        exponent = largest_exponent(length, self._reach)  # a power of two, so that scales can be kept ready
         integers = to_integers(x, 2.0**exponent)
         numbers: list[float] = []
         for count, columns in self._blocks:

@@ -10,7 +10,14 @@ from .errors import RequestError
 from .llama2c import find_llama2c, read_llama2c
 from .model import Model
 from .safetensors import read_safetensors
-from .schema import QuantizationConfig, SafetensorsWeights, Scenario, SeededWeights
+from .schema import (
+    TOKENIZER_SHAPE,
+    WEIGHTS_SHAPE,
+    QuantizationConfig,
+    SafetensorsWeights,
+    Scenario,
+    SeededWeights,
+)
 from .tokenizer import CharacterTokenizer, Tokenizer, read_llama2c_tokenizer
 from .weights import Weights, check_digest, seeded_weights, weights_digest
 
@@ -34,7 +41,9 @@ def load_scenario_model(scenario: Scenario, backend: str | Backend, quantization
     config = scenario.quantization if quantization == AS_IN_SCENARIO else quantization_config(quantization)
     model = Model(scenario.model, weights, load_backend(backend), config)
     tokenizer = CharacterTokenizer(scenario.tokenizer, scenario.model.bos_token, scenario.model.eos_tokens)
-    return Loaded(model, tokenizer, {"scenario": scenario.name, **_about(weights, config)})
+    return Loaded(model, tokenizer, {
+        "scenario": scenario.name, "weights": WEIGHTS_SHAPE.dump(source),
+        "tokenizer": TOKENIZER_SHAPE.dump(scenario.tokenizer), **_about(weights, config)})
 
 
 def load_checkpoint_model(path: str | Path, backend: str | Backend, quantization: object = None) -> Loaded:
@@ -51,13 +60,15 @@ def _about(weights: Weights, quantization: QuantizationConfig | None) -> dict[st
 
 
 def quantization_config(quantization: object) -> QuantizationConfig | None:
-    """None, "int8", "int4" or a ready config -> config."""
+    """None, "int8", "int4", "int4-search" or a ready config -> config."""
     if quantization is None or isinstance(quantization, QuantizationConfig):
         return quantization
-    bits = {"int8": 8, "int4": 4}.get(quantization) if isinstance(quantization, str) else None
-    if bits is None:
-        raise RequestError(f"quantization must be None, 'int8', 'int4' or a QuantizationConfig, not {quantization!r}")
-    return QuantizationConfig(bits=bits)
+    named = {"int8": QuantizationConfig(bits=8), "int4": QuantizationConfig(bits=4),
+             "int4-search": QuantizationConfig(bits=4, symmetric=False, method="search")}
+    if not isinstance(quantization, str) or quantization not in named:
+        raise RequestError(f"quantization must be None, {', '.join(map(repr, named))} or a QuantizationConfig, "
+                           f"not {quantization!r}")
+    return named[quantization]
 
 
 def scenario_weights(scenario: Scenario, source: SeededWeights | SafetensorsWeights) -> Weights:

@@ -4,24 +4,38 @@ recompute it: ``Metrics.of(read_timeline("run.jsonl")) == engine.metrics()``.
     TTFT   time to first token: from submit to the first token, queueing included; one sample for each request that
            produced a token, however often it was preempted
     TPOT   time per output token: (last - first) / (n - 1); only of ended requests with n >= 2 tokens
+    ITL    inter-token latency: between two tokens of a request that follow each other; so TPOT is the mean of its ITL
+    E2E    from submit to the end, however it ended; queue time: from submit to the first admission
     batch utilization        scheduled tokens / budget, over the steps that scheduled anything
     active requests          requests with a chunk in a step
     KV pages and bytes       pages in use, a shared page counted once; bytes = pages * bytes of a page
     internal fragmentation   slots of used pages that hold no token, at the end of planning a step
+    prefix cache             queries: prompt tokens that were looked up, at a first admission; hits: those found
+
+``to_prometheus`` writes what vLLM's servers export, under vLLM's names (``prometheus.py``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from .timeline import Event
+from .errors import SchemaError
+from .prometheus import Family, Histogram, exposition
+from .timeline import FINISH_REASONS, Event
 
-FINISH_REASONS = ("stop", "length", "cancelled", "error")
+_SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+          160.0, 640.0, 2560.0)
+_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+          1920.0, 7680.0)
+BOUNDS = {"ttft": _SHORT, "itl": _TOKEN, "tpot": _TOKEN, "e2e": _WHOLE, "queue": _WHOLE}  # of the buckets, as in vLLM
 
 
 @dataclass(frozen=True)
@@ -63,28 +77,68 @@ class Metrics:
     tokens_per_second: float | None  # output tokens / elapsed
     ttft: Summary
     tpot: Summary
+    e2e: Summary
+    queue: Summary
+    histograms: Mapping[str, Histogram]  # "ttft", "itl", "tpot", "e2e" and "queue", in seconds
     batch_utilization: float | None
     active_requests: tuple[int, ...]  # of every step
     preemptions: int
+    prefilled_tokens: int  # of prompts that were computed or found to their end
+    queried_tokens: int
     kv_pages: int
     kv_bytes: int
     kv_peak_pages: int
     kv_peak_bytes: int
+    kv_usage: float  # pages in use / pages of the pool
     fragmentation_mean: float | None  # slots, over the steps that scheduled anything
     fragmentation_peak: int
     weight_bytes: int  # of all matrices, in the form that is computed with
+    model_name: str  # of the scenario or the checkpoint
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Metrics:
-        """Fold a whole timeline."""
+        """Fold a whole timeline. SchemaError where an event names a request that does not live."""
         collector = MetricsCollector()
-        for event in events:
-            collector.observe(event)
+        for number, event in enumerate(events, 1):
+            try:
+                collector.observe(event)
+            except KeyError as error:
+                raise SchemaError(f"event {number}, {event['event']}: there is no {error} here; is the timeline whole?"
+                                  ) from None
         return collector.snapshot()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Plain values, for ``json.dumps``."""
         return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """One JSON document."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    def to_prometheus(self, prefix: str = "vllm:") -> str:
+        """The text that a Prometheus server scrapes, with vLLM's names and meanings: a dashboard made for vLLM shows
+        this engine. vLLM calls a cancelled request aborted."""
+        shown = self.histograms
+        success = {reason.replace("cancelled", "abort"): number for reason, number in self.finished.items()}
+        return exposition(prefix, {"model_name": self.model_name}, (
+            Family("num_requests_running", "gauge", "Requests that run.", self.running),
+            Family("num_requests_waiting", "gauge", "Requests that wait.", self.waiting),
+            Family("kv_cache_usage_perc", "gauge", "KV pages in use; 1 means all of them.", self.kv_usage),
+            Family("num_preemptions_total", "counter", "Preemptions.", self.preemptions),
+            Family("prompt_tokens_total", "counter", "Tokens of prompts that were processed.", self.prefilled_tokens),
+            Family("generation_tokens_total", "counter", "Tokens that were generated.", self.output_tokens),
+            Family("prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache.",
+                   self.queried_tokens),
+            Family("prefix_cache_hits_total", "counter", "Prompt tokens found there.", self.found_tokens),
+            Family("request_success_total", "counter", "Requests that ended.", success, "finished_reason"),
+            Family("time_to_first_token_seconds", "histogram", "From arrival to the first token.", shown["ttft"]),
+            Family("inter_token_latency_seconds", "histogram", "Between two tokens of a request.", shown["itl"]),
+            Family("time_per_output_token_seconds", "histogram", "The same, under its name before vLLM 0.11.",
+                   shown["itl"]),
+            Family("request_time_per_output_token_seconds", "histogram", "The mean of it over a request.",
+                   shown["tpot"]),
+            Family("e2e_request_latency_seconds", "histogram", "From arrival to the end.", shown["e2e"]),
+            Family("request_queue_time_seconds", "histogram", "From arrival to the first admission.", shown["queue"])))
 
 
 @dataclass
@@ -92,10 +146,12 @@ class _Life:
     """What is remembered of a live request."""
 
     submitted: float
+    prompt_tokens: int
     first: float | None = None
     last: float = 0.0
     tokens: int = 0
     running: bool = False
+    admitted: bool = False  # once, at least
     forked: bool = False  # a further sample of a request
 
 
@@ -105,10 +161,15 @@ class MetricsCollector:
 
     page_bytes: int = 0
     weight_bytes: int = 0
+    num_pages: int = 0
+    prefix_sharing: bool = False
+    model_name: str = ""
     lives: dict[str, _Life] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
-    ttft: list[float] = field(default_factory=list)
-    tpot: list[float] = field(default_factory=list)
+    samples: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in BOUNDS if name != "itl"})
+    buckets: dict[str, list[int]] = field(
+        default_factory=lambda: {name: [0] * (len(bounds) + 1) for name, bounds in BOUNDS.items()})
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BOUNDS, 0.0))
     active: list[int] = field(default_factory=list)
     started: float | None = None
     now: float = 0.0
@@ -125,15 +186,20 @@ class MetricsCollector:
     def _on_header(self, event: Event) -> None:
         self.page_bytes = event["page_bytes"]
         self.weight_bytes = event["weight_bytes"]
+        self.num_pages = event.get("num_pages", 0)
+        self.prefix_sharing = event.get("settings", {}).get("prefix_sharing", False)
+        self.model_name = str(event.get("scenario", event.get("checkpoint", "")))
 
     def _on_submit(self, event: Event) -> None:
         self.started = event["time"] if self.started is None else self.started
         self.counts["submitted"] += 1
         self.counts["prompt_tokens"] += len(event["prompt_tokens"])
-        self.lives[event["request"]] = _Life(event["time"])
+        self.lives[event["request"]] = _Life(event["time"], len(event["prompt_tokens"]))
 
     def _on_fork(self, event: Event) -> None:
-        self.lives[event["request"]] = _Life(self.lives[event["parent"]].submitted, running=True, forked=True)
+        parent = self.lives[event["parent"]]
+        self.lives[event["request"]] = _Life(parent.submitted, parent.prompt_tokens, running=True, admitted=True,
+                                             forked=True)
 
     def _on_refuse(self, event: Event) -> None:
         self.counts["refused"] += 1
@@ -145,7 +211,11 @@ class MetricsCollector:
         self.counts["preemptions"] += len(event["preempted"])
         self.active.append(len(event["chunks"]))
         for request in event["admitted"]:
-            self.lives[request].running = True
+            life = self.lives[request]
+            if not life.admitted:
+                self._sample("queue", event["time"] - life.submitted)
+                self.counts["queried"] += life.prompt_tokens * self.prefix_sharing
+            life.running = life.admitted = True
         for request in event["preempted"]:
             self.lives[request].running = False
         if event["chunks"]:
@@ -165,15 +235,26 @@ class MetricsCollector:
         if life.first is None:
             life.first = event["time"]
             if not life.forked:
-                self.ttft.append(life.first - life.submitted)
+                self._sample("ttft", life.first - life.submitted)
+                self.counts["prefilled"] += life.prompt_tokens
+        else:
+            self._sample("itl", event["time"] - life.last)
         life.last = event["time"]
         life.tokens += 1
 
     def _on_finish(self, event: Event) -> None:
         life = self.lives.pop(event["request"])
         self.counts[event["reason"]] += not life.forked
+        if not life.forked:
+            self._sample("e2e", event["time"] - life.submitted)
         if life.first is not None and life.tokens >= 2:
-            self.tpot.append((life.last - life.first) / (life.tokens - 1))
+            self._sample("tpot", (life.last - life.first) / (life.tokens - 1))
+
+    def _sample(self, name: str, seconds: float) -> None:
+        if name in self.samples:  # of the many times between tokens only the histogram is kept
+            self.samples[name].append(seconds)
+        self.buckets[name][bisect_left(BOUNDS[name], seconds)] += 1
+        self.sums[name] += seconds
 
     def snapshot(self) -> Metrics:
         """The metrics now. O(samples log samples)."""
@@ -187,10 +268,14 @@ class MetricsCollector:
             prompt_tokens=counts["prompt_tokens"], output_tokens=counts["output_tokens"],
             computed_tokens=counts["computed"], found_tokens=counts["found"], elapsed_seconds=elapsed,
             tokens_per_second=counts["output_tokens"] / elapsed if elapsed > 0 else None,
-            ttft=Summary.of(self.ttft), tpot=Summary.of(self.tpot),
+            **{name: Summary.of(samples) for name, samples in self.samples.items()},
+            histograms={name: Histogram.of(bounds, self.buckets[name], self.sums[name])
+                        for name, bounds in BOUNDS.items()},
             batch_utilization=counts["scheduled"] / counts["offered"] if busy else None,
             active_requests=tuple(self.active), preemptions=counts["preemptions"],
+            prefilled_tokens=counts["prefilled"], queried_tokens=counts["queried"],
             kv_pages=counts["used_pages"], kv_bytes=counts["used_pages"] * self.page_bytes,
             kv_peak_pages=self.peak_pages, kv_peak_bytes=self.peak_pages * self.page_bytes,
+            kv_usage=counts["used_pages"] / self.num_pages if self.num_pages else 0.0,
             fragmentation_mean=counts["empty_slots"] / busy if busy else None, fragmentation_peak=self.peak_empty,
-            weight_bytes=self.weight_bytes)
+            weight_bytes=self.weight_bytes, model_name=self.model_name)

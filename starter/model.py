@@ -46,12 +46,18 @@ LAYER_NAMES = {
 
 
 class Model:
-    """A decoder with its weights on a backend. ``quantization`` applies to every matrix; norm gains stay float."""
+    """A decoder with its weights on a backend. ``quantization`` applies to every matrix; norm gains stay float.
+
+    ``importance`` says for a tensor how much each column counts in choosing its grids (``calibration.py`` measures it);
+    the tensors of one stack share their input, so the first one's counts for all.
+    """
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], backend: Backend,
-                 quantization: QuantizationConfig | None = None) -> None:
+                 quantization: QuantizationConfig | None = None,
+                 importance: Mapping[str, Sequence[float]] | None = None) -> None:
         check_weights(config, weights)
         self.config, self.backend, self.quantization = config, backend, quantization
+        self._importance = importance or {}
         self._loaded: dict[tuple[str, ...], Any] = {}  # what the backend made of one tensor, or of several stacked
         self._rows = {name: tensor.shape[0] for name, tensor in weights.items()}
         self.embedding = self._load(weights, "model.embed_tokens.weight")
@@ -66,7 +72,7 @@ class Model:
     def _load(self, weights: Mapping[str, Tensor], *names: str) -> Any:
         tensor = stacked([weights[name] for name in names])
         loaded = (self.backend.vector(tensor) if len(tensor.shape) == 1
-                  else self.backend.matrix(tensor, self.quantization))
+                  else self.backend.matrix(tensor, self.quantization, self._importance.get(names[0])))
         self._loaded[names] = loaded
         return loaded
 

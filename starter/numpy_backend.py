@@ -9,11 +9,13 @@ within 1e-4, not equal bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Union
 
 import numpy as np
 
+from .backend import KVBounds
 from .batch import Batch, Span
+from .numpy_int8_pages import NumpyInt8KVStore
 from .quantization import dequantize, quantize
 from .schema import ModelConfig, QuantizationConfig
 from .weights import Tensor
@@ -29,10 +31,11 @@ class NumpyBackend:
 
     # ------------------------------------------------------------------------------------------ loading
 
-    def matrix(self, tensor: Tensor, quantization: QuantizationConfig | None) -> Array:
+    def matrix(self, tensor: Tensor, quantization: QuantizationConfig | None,
+               importance: Sequence[float] | None = None) -> Array:
         array = np.array(tensor.values, dtype=np.float32).reshape(tensor.shape)
         if quantization:
-            array = np.array(dequantize(quantize(tensor.rows(), quantization)), dtype=np.float32)
+            array = np.array(dequantize(quantize(tensor.rows(), quantization, importance)), dtype=np.float32)
         return array
 
     def vector(self, tensor: Tensor) -> Array:
@@ -45,8 +48,13 @@ class NumpyBackend:
     def matrix_bytes(self, matrix: Array) -> int:
         return int(matrix.nbytes)
 
-    def kv_store(self, model: ModelConfig, num_pages: int, page_size: int) -> NumpyKVStore:
-        return NumpyKVStore(model.layers, model.kv_heads, model.head_width, num_pages, page_size)
+    def working_bytes(self, matrix: Array) -> int:
+        return 0
+
+    def kv_store(self, model: ModelConfig, num_pages: int, page_size: int,
+                 bounds: Sequence[KVBounds] = (), kv_quantization: str | None = None) -> NumpyStore:
+        store = NumpyInt8KVStore if kv_quantization == "int8" else NumpyKVStore
+        return store(model.layers, model.kv_heads, model.head_width, num_pages, page_size)
 
     # --------------------------------------------------------------------------------------- operations
 
@@ -59,6 +67,9 @@ class NumpyBackend:
     def linear(self, matrix: Array, x: Array) -> Array:
         return x @ matrix.T
 
+    def split(self, x: Array, widths: Sequence[int]) -> list[Array]:
+        return np.split(x, np.cumsum(widths)[:-1], axis=1)
+
     def rotate(self, x: Array, positions: Sequence[int], head_width: int, theta: float) -> Array:
         frequencies = theta ** (-np.arange(0, head_width, 2) / head_width)          # [d / 2]
         angles = np.asarray(positions)[:, None] * frequencies                       # [T, d / 2], in double
@@ -67,17 +78,17 @@ class NumpyBackend:
         a, b = pairs[..., 0], pairs[..., 1]
         return np.stack((a * c - b * s, a * s + b * c), axis=-1).reshape(x.shape)
 
-    def attend(self, q: Array, k: Array, v: Array, layer: int, store: NumpyKVStore, batch: Batch) -> Array:
+    def attend(self, q: Array, k: Array, v: Array, layer: int, store: NumpyStore, batch: Batch) -> Array:
         store.write_layer(layer, batch.slots, k, v)
-        return np.concatenate([self._attend_span(q, layer, store, span) for span in batch.spans])
+        parts = [part for span in batch.spans for part in store.parts(span)]
+        return np.concatenate([self._attend_part(q, layer, store, part) for part in parts])
 
-    def _attend_span(self, q: Array, layer: int, store: NumpyKVStore, span: Span) -> Array:
-        context = np.asarray(span.context)
-        keys, values = store.keys[layer, context], store.values[layer, context]     # [n, K, d]
-        rows = q[span.first_row:span.first_row + span.count]
-        grouped = rows.reshape(span.count, store.kv_heads, -1, store.head_width)    # [t, K, G, d]
+    def _attend_part(self, q: Array, layer: int, store: NumpyStore, part: Span) -> Array:
+        keys, values = store.context(layer, part)                                   # [n, K, d]
+        rows = q[part.first_row:part.first_row + part.count]
+        grouped = rows.reshape(part.count, store.kv_heads, -1, store.head_width)    # [t, K, G, d]
         scores = np.einsum("tkgd,nkd->kgtn", grouped, keys) / np.sqrt(np.float32(store.head_width))
-        seen = np.arange(span.end) <= np.arange(span.start, span.end)[:, None]      # [t, n], causal
+        seen = np.arange(part.end) <= np.arange(part.start, part.end)[:, None]      # [t, n], causal
         scores = np.where(seen, scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
@@ -105,6 +116,7 @@ class NumpyKVStore:
         self.kv_heads, self.head_width, self.page_size = kv_heads, head_width, page_size
         self.width = layers * kv_heads * head_width
         self.page_bytes = 2 * 4 * page_size * self.width
+        self.tail_bytes = self.peak_tails = 0
         self.keys = np.zeros((layers, num_pages * page_size, kv_heads, head_width), dtype=np.float32)
         self.values = np.zeros_like(self.keys)
 
@@ -113,6 +125,15 @@ class NumpyKVStore:
         shape = (len(slots), self.kv_heads, self.head_width)
         self.keys[layer, np.asarray(slots)] = k.reshape(shape)
         self.values[layer, np.asarray(slots)] = v.reshape(shape)
+
+    def parts(self, span: Span) -> list[Span]:
+        """All rows of a span see the same numbers, up to their own positions."""
+        return [span]
+
+    def context(self, layer: int, span: Span) -> tuple[Array, Array]:
+        """Keys and values of the span's context, [end, kv_heads, head_width] each."""
+        slots = np.asarray(span.context)
+        return self.keys[layer, slots], self.values[layer, slots]
 
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
         shape = (-1, self.kv_heads, self.head_width)
@@ -128,3 +149,9 @@ class NumpyKVStore:
         size, origin = self.page_size, origin or self
         for theirs, ours in ((origin.keys, self.keys), (origin.values, self.values)):
             ours[:, target * size:(target + 1) * size] = theirs[:, source * size:(source + 1) * size]
+
+    def settle(self, page: int) -> None:
+        """Nothing is kept besides the page."""
+
+
+NumpyStore = Union[NumpyKVStore, NumpyInt8KVStore]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
-from itertools import count
+from itertools import count, islice
 
 from .errors import OutOfPagesError
 
@@ -109,6 +109,10 @@ class PagePool:
             self.refcounts[page] = 1
         self.peak = max(self.peak, self.used)
         return pages
+
+    def next_evicted(self, number: int) -> tuple[int, ...]:
+        """The cached pages that taking so many would evict."""
+        return tuple(islice(self._cached, max(0, number - len(self._free))))
 
     def require(self, number: int, for_whom: str, besides: Sequence[int] = ()) -> None:
         """OutOfPagesError unless so many pages can be taken and the pages ``besides`` be shared, too."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import ceil
 
 from .engine import InferenceEngine
 from .errors import RequestError
@@ -27,14 +28,23 @@ class Played:
 
 def play(engine: InferenceEngine, scenario: Scenario) -> Iterator[Played]:
     """Run the scenario's requests and events to the end, a step at a time. Arrivals count in the engine's steps from
-    now; a request that is refused is reported and the run goes on."""
+    now; a request that is refused is reported and the run goes on.
+
+    Idle time takes no step: when nobody is there, the next request comes at once, and everything after it so much
+    earlier. (With faults, whose steps the engine counts itself, every idle step is run.)
+    """
     start = engine.steps
+    left_out = 0  # steps of idle time
     arrivals = deque(sorted(scenario.requests, key=lambda request: request.arrival))  # a stable sort
     cancels = deque(sorted(scenario.events, key=lambda event: event.step))
     slow = engine.inject(scenario.faults).slow if scenario.faults else frozenset()
     live: Counter[str] = Counter()  # request id -> samples that have not ended
     while arrivals or live:
-        now = engine.steps - start
+        if arrivals and engine.scheduler.idle and not scenario.faults:
+            left_out = max(left_out, ceil(arrivals[0].arrival) - (engine.steps - start))
+        now = engine.steps - start + left_out
+        while cancels and cancels[0].step < now:
+            cancels.popleft()  # in idle time: there was nobody to cancel
         refused = {}
         while arrivals and arrivals[0].arrival <= now:
             request = arrivals.popleft()

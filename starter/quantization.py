@@ -16,6 +16,8 @@ and each of its numbers is replaced by the nearest point's integer, its *code*:
     asymmetric int8      0 .. 255      (high - low) / 255    -round(low / scale)
     asymmetric int4      0 .. 15       (high - low) / 15     -round(low / scale)
 
+These are the scales of method "nearest"; "search" looks for better ones close by (``grids.py``).
+
 The zero point is an integer of any size, never clamped into the range of the codes: a group far from zero (weights
 around 1e6 that differ by 1e-3) keeps its fine grid. -128 and -8 stay unused, so that -code is always a code.
 
@@ -44,16 +46,14 @@ from numbers import Real
 from operator import mul
 
 from .errors import QuantizationError, SchemaError
+from .grids import ZERO_POINT_FORMAT, choose_grids, lowest_code
 from .schema import QuantizationConfig
 from .shapes import Boolean, Choice, Integer, ListOf, Nullable, Number, Shape, Text, describe
 
 __all__ = ["ErrorStats", "QuantizationConfig", "QuantizedTensor", "dequantize", "matvec", "quantize"]
 
 HEADER_BYTES = 16  # rows, columns, group size: 4 bytes each; bits, symmetric and the two number formats: 1 each
-_ZERO_POINT_FORMAT = {"f": "h", "d": "q"}  # float32 scales with int16 zero points, float64 with int64
 _LARGEST = sys.float_info.max
-_SMALLEST = 5e-324
-_FLOAT32_NORMAL = (2.0**-126, 2.0**127)  # where float32 keeps its 24 bits; the upper end leaves room to round up
 
 _LONG = 2**31
 _DOCUMENT: dict[str, Shape] = {  # what to_dict writes and from_dict accepts
@@ -115,7 +115,7 @@ class QuantizedTensor:
         if self.bits * columns % 8 and any(byte >> 4 for byte in self.packed[self.row_bytes - 1::self.row_bytes]):
             raise QuantizationError(f"a row of {columns} nibbles must end in a high nibble of 0: it holds no number")
         unused = -(2 ** (self.bits - 1))
-        if self.symmetric and any(unused in self.row_codes(r) for r in range(rows)):
+        if self.symmetric and len(self.packed.translate(None, _UNUSED[self.bits])) < len(self.packed):
             raise QuantizationError(f"symmetric codes go from {unused + 1} to {-unused - 1}; {unused} is none of them")
 
     @property
@@ -184,7 +184,7 @@ class QuantizedTensor:
             number_format = parsed.pop("scale_format")
             values = parsed.pop("scales")
             scales = array(number_format, values)
-            zero_points = array(_ZERO_POINT_FORMAT[number_format], parsed.pop("zero_points"))
+            zero_points = array(ZERO_POINT_FORMAT[number_format], parsed.pop("zero_points"))
             packed = bytes.fromhex(parsed.pop("packed"))
         except (SchemaError, OverflowError, ValueError) as error:
             raise QuantizationError(f"not a quantized tensor: {error}") from None
@@ -193,7 +193,8 @@ class QuantizedTensor:
         return cls(scales=scales, zero_points=zero_points, packed=packed, **parsed)
 
 
-def quantize(rows: Sequence[Sequence[float]], config: QuantizationConfig) -> QuantizedTensor:
+def quantize(rows: Sequence[Sequence[float]], config: QuantizationConfig,
+             importance: Sequence[float] | None = None) -> QuantizedTensor:
     """Round every number to its group's grid. O(rows * columns).
 
     For every element x of every group of finite numbers, with the stored ``scale`` of that group:
@@ -205,23 +206,27 @@ def quantize(rows: Sequence[Sequence[float]], config: QuantizationConfig) -> Qua
     its step being rounded up to float32, is at least as long as the range. The second term: doubles round (2**-53,
     relative) in x / scale or low / scale, in a float64 scale, in code - zero_point and in the product, in all at most
     7 * 2**-53 of the largest number. A constant group is one grid point: exact up to the rounding of its scale.
+
+    Method "search" (``grids.py``) promises something else: in no group is sum(importance * error**2) larger than by
+    method "nearest". The bound above then holds for numbers within the grid, while those beyond an end of it become
+    that end. 0 stays 0 with both. ``importance``: a number from 0 for each column; None: all alike.
     """
     if not isinstance(config, QuantizationConfig):
         raise QuantizationError(f"a QuantizationConfig is wanted, not {config!r}")
     matrix = _checked_rows(rows)
     columns = len(matrix[0])
     size = config.group_size or columns
-    groups = [row[start:start + size] for row in matrix for start in range(0, columns, size)]
-    scales, zero_points = _grids(groups, config)
-    highest = 2 ** (config.bits - config.symmetric) - 1
-    # x / scale and round() never fall when x grows, so no code is below the lowest number's, which is the lowest code.
-    codes = [min(round(x / scale) + zero, highest)
-             for group, scale, zero in zip(groups, scales, zero_points) for x in group]
+    groups = _cut(matrix, size)
+    number_format, grids = choose_grids(groups, config, _cut([_checked_importance(importance, columns, config)], size))
+    lowest = lowest_code(config)
+    codes = [point - grid.first + lowest for group, grid in zip(groups, grids) for point in grid.nearest(group)]
     packed = b"".join(_pack_row(codes[start:start + columns], config.bits)
                       for start in range(0, len(codes), columns))
-    stored = array(_ZERO_POINT_FORMAT[scales.typecode], [] if config.symmetric else zero_points)
+    scales = array(number_format, [grid.scale for grid in grids])
+    zero_points = array(ZERO_POINT_FORMAT[number_format],
+                        [] if config.symmetric else [lowest - grid.first for grid in grids])
     return QuantizedTensor((len(matrix), columns), config.bits, config.group_size, config.symmetric,
-                           scales, stored, packed)
+                           scales, zero_points, packed)
 
 
 def dequantize(q: QuantizedTensor) -> list[list[float]]:
@@ -249,46 +254,6 @@ def matvec(q: QuantizedTensor, x: Sequence[float]) -> list[float]:
                 for (scale, zero, codes), part, total in zip(q.groups(r), parts, sums)) for r in range(rows)]
 
 
-# ------------------------------------------------------------------------------------------- choosing grids
-
-
-def _grids(groups: Sequence[Sequence[float]], config: QuantizationConfig) -> tuple[array[float], list[int]]:
-    """Scale and zero point of every group, in float32 and int16 where all fit, else in float64 and int64.
-
-    int64 always suffices: two different doubles are at least 2**-53 of the larger apart, so |low / scale| < 2**62.
-    """
-    lows, highs = list(map(min, groups)), list(map(max, groups))
-    steps = 2**config.bits - 1  # from the lowest code to the highest
-    if config.symmetric:
-        highs = [max(-low, high) for low, high in zip(lows, highs)]
-        lows = [-high for high in highs]
-        steps -= 1
-    exact = [_scale(low, high, steps) for low, high in zip(lows, highs)]
-    candidates = [array("d", exact)]
-    if _FLOAT32_NORMAL[0] <= min(exact) and max(exact) <= _FLOAT32_NORMAL[1]:
-        candidates.insert(0, _round_up_to_float32(exact))
-    for scales in candidates:
-        zero_points = [0 if config.symmetric else -round(low / scale) for low, scale in zip(lows, scales)]
-        if scales.typecode == "d" or max(map(abs, zero_points)) < 2**15:
-            break
-    return scales, zero_points
-
-
-def _scale(low: float, high: float, steps: int) -> float:
-    """The spacing that takes ``steps`` steps from low to high."""
-    if low == high:
-        return abs(low) or 1.0  # one grid point is enough: code - zero_point is 1, -1, or 0 for zeros
-    width = high - low
-    scale = width / steps if width < inf else high / steps - low / steps
-    return scale + _SMALLEST  # rounds a subnormal quotient up, so that it is not 0 nor much too small; else no change
-
-
-def _round_up_to_float32(values: Sequence[float]) -> array[float]:
-    """Nearest float32 that is not smaller. Adding 2**-23 of a value moves it past its upper float32 neighbour."""
-    nearest = array("f", values)
-    return array("f", [v if near >= v else v * (1 + 2**-23) for near, v in zip(nearest, values)])
-
-
 # ------------------------------------------------------------------------------------------- packing, checking
 
 
@@ -306,7 +271,27 @@ def _unpack_nibbles(byte: int, signed: bool) -> bytes:
     return bytes((nibble ^ 8) - 8 & 255 for nibble in pair) if signed else bytes(pair)  # 0..7 stay, 8..15 become -8..-1
 
 
+_UNUSED = {8: b"\x80", 4: bytes(byte for byte in range(256) if 8 in (byte & 15, byte >> 4))}  # hold code -128 or -8
 _NIBBLES = {signed: [_unpack_nibbles(byte, signed) for byte in range(256)] for signed in (False, True)}
+
+
+def _cut(rows: Sequence[Sequence[float]], size: int) -> list[Sequence[float]]:
+    """The groups of all rows, row after row."""
+    return [row[start:start + size] for row in rows for start in range(0, len(row), size)]
+
+
+def _checked_importance(importance: Sequence[float] | None, columns: int, config: QuantizationConfig) -> list[float]:
+    """``columns`` weights, the largest 1 (or all 0); QuantizationError if they cannot be weights of the columns."""
+    if importance is None:
+        return [1.0] * columns
+    if config.method != "search":
+        raise QuantizationError("importance is for method 'search'; 'nearest' weighs no column")
+    [weights] = _checked_rows([importance])
+    if len(weights) != columns or min(weights) < 0.0:
+        raise QuantizationError(f"importance must be {columns} numbers from 0, one for each column, "
+                                f"not {len(weights)} numbers from {min(weights)}")
+    largest = max(weights) or 1.0
+    return [weight / largest for weight in weights]
 
 
 def _checked_rows(rows: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -315,9 +300,10 @@ def _checked_rows(rows: Sequence[Sequence[float]]) -> list[list[float]]:
     for r, row in enumerate(rows):
         if not hasattr(row, "__iter__"):
             raise QuantizationError(f"row {r} must be a sequence of numbers, not {describe(row)}")
-        for c, x in enumerate(row):
-            if not _is_finite_number(x):
-                raise QuantizationError(f"row {r}, column {c} must be a finite number, not {describe(x)}")
+        if set(map(type, row)) != {float} or not all(map(isfinite, row)):  # the usual row is looked at but once
+            for c, x in enumerate(row):
+                if not _is_finite_number(x):
+                    raise QuantizationError(f"row {r}, column {c} must be a finite number, not {describe(x)}")
         matrix.append(list(map(float, row)))
         if not matrix[r] or len(matrix[r]) != len(matrix[0]):
             raise QuantizationError(f"row {r} has {len(matrix[r])} columns; all rows need equally many, at least 1")

@@ -1,17 +1,19 @@
 """M6 · The engine's pen: it turns what happens into timeline events, and the timeline into metrics.
 
-Page changes are told by the page manager while a step is still being planned; they are written after the step's own
-event, so that a timeline reads in the order of cause and effect.
+While a step is being planned, the page manager and the faults already tell what they do; that is written after the
+step's own event, so that a timeline reads in the order of cause and effect. Everything else is written at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from .kv_cache import KVCacheManager
 from .metrics import Metrics, MetricsCollector
 from .scheduler import ScheduleDecision
-from .timeline import TIMELINE_VERSION, Timeline, VirtualClock
+from .schema import REQUEST_SHAPE, Request
+from .timeline import TIMELINE_VERSION, Event, Timeline, VirtualClock
 
 
 class Recorder:
@@ -22,7 +24,7 @@ class Recorder:
         self.steps = 0
         self.timeline = Timeline()
         self._collector = MetricsCollector()
-        self._page_changes: list[tuple[str, str, tuple[int, ...], int]] = []
+        self._held_back: list[tuple[str, Event]] | None = None  # while a step is being planned
         self.timeline.listen(self._collector.observe)
 
     def metrics(self) -> Metrics:
@@ -36,22 +38,43 @@ class Recorder:
 
     def header(self, **fields: object) -> None:
         """The first event."""
-        self._append("header", version=TIMELINE_VERSION, **fields)
+        step_seconds = self.clock.step_seconds if isinstance(self.clock, VirtualClock) else None
+        self._append("header", {"version": TIMELINE_VERSION, "step_seconds": step_seconds, **fields})
 
     def event(self, event: str, **fields: object) -> None:
-        """Any event, after the page changes that led to it."""
-        self._flush_page_changes()
-        self._append(event, **fields)
+        """Any event."""
+        if self._held_back is None:
+            self._append(event, fields)
+        else:
+            self._held_back.append((event, fields))
+
+    def submitted(self, request: Request) -> None:
+        """A request was queued: all of it, what has its default aside."""
+        fields = REQUEST_SHAPE.dump(request)
+        assert isinstance(fields, dict)
+        self.event("submit", request=fields.pop("request_id"),
+                   **{key: value for key, value in fields.items() if key != "arrival"})  # that is the event's time
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Events in this block are written at its end, after the step that ``planned`` tells."""
+        self._held_back = []
+        try:
+            yield
+        finally:
+            held_back, self._held_back = self._held_back, None
+            for event, fields in held_back:
+                self._append(event, fields)
 
     def planned(self, decision: ScheduleDecision, computed: int, kv: KVCacheManager) -> None:
         """A step was planned; ``computed`` positions will go through the decoder."""
-        self._append(
-            "step", budget=decision.budget_tokens, computed=computed,
-            chunks=[[chunk.request_id, chunk.start, chunk.count, chunk.phase] for chunk in decision.chunks],
-            admitted=list(decision.admitted), preempted=list(decision.preempted), waiting=list(decision.waiting),
-            running=list(decision.running), reasons=dict(decision.reasons), found=dict(decision.found),
-            used_pages=kv.total_pages - kv.free_pages, empty_slots=kv.internal_fragmentation())
-        self._flush_page_changes()
+        self._append("step", {
+            "budget": decision.budget_tokens, "computed": computed,
+            "chunks": [[chunk.request_id, chunk.start, chunk.count, chunk.phase] for chunk in decision.chunks],
+            "admitted": list(decision.admitted), "preempted": list(decision.preempted),
+            "waiting": list(decision.waiting), "running": list(decision.running), "reasons": dict(decision.reasons),
+            "found": dict(decision.found), "used_pages": kv.total_pages - kv.free_pages,
+            "empty_slots": kv.internal_fragmentation()})
 
     def step_completed(self) -> None:
         """The step's numbers are there: time moves on before its tokens are told."""
@@ -60,13 +83,8 @@ class Recorder:
             self.clock.tick()
 
     def page_change(self, change: str, request_id: str, pages: tuple[int, ...], used_pages: int) -> None:
-        """Note a change of a block table; it is written with the next event."""
-        self._page_changes.append((change, request_id, pages, used_pages))
+        """A block table changed."""
+        self.event("pages", change=change, request=request_id, pages=list(pages), used_pages=used_pages)
 
-    def _flush_page_changes(self) -> None:
-        changes, self._page_changes = self._page_changes, []
-        for change, request_id, pages, used in changes:
-            self._append("pages", change=change, request=request_id, pages=list(pages), used_pages=used)
-
-    def _append(self, event: str, **fields: object) -> None:
+    def _append(self, event: str, fields: Event) -> None:
         self.timeline.record(event, self.steps, self.clock(), **fields)

@@ -11,6 +11,8 @@ otherwise, so nothing that it claims is allocated before it was compared with th
     weights = read_safetensors("model.safetensors")          # F32, F16 and BF16 all become float32
     write_safetensors("half.safetensors", weights, "BF16")   # rounded to nearest, ties to even
 
+``read_raw`` and ``write_raw`` leave the numbers as bytes, whatever their format: ``quantized_file.py`` needs that.
+
 Format: https://github.com/huggingface/safetensors (README, "Format").
 """
 
@@ -23,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf, prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from .errors import SchemaError
 from .shapes import Choice, Integer, ListOf, MapOf, Record, Text, parse_json, pointer
@@ -68,6 +70,7 @@ _DTYPES = {
     "F16": _Dtype(2, 65_520.0, _encode_f16, _decode_f16),
     "BF16": _Dtype(2, 2.0**128 - 2.0**119, _encode_bf16, _decode_bf16),
 }
+_SIZES = {**{name: form.size for name, form in _DTYPES.items()}, "F64": 8, "I64": 8, "I16": 2, "U8": 1}
 
 
 # ------------------------------------------------------------------------------------------------- the header
@@ -83,13 +86,13 @@ class _Entry:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * _DTYPES[self.dtype].size
+        return prod(self.shape) * _SIZES[self.dtype]
 
 
 _NAME = Text(longest=1_000)
 _METADATA = MapOf(Text())
 _ENTRY = Record(_Entry, {
-    "dtype": Choice(tuple(_DTYPES)),
+    "dtype": Choice(tuple(_SIZES)),
     "shape": ListOf(Integer(), longest=8),
     "data_offsets": ListOf(Integer(high=2**62), 2, 2),
 })
@@ -142,16 +145,27 @@ def _parse_header(raw: bytes) -> dict[str, object]:
     return header
 
 
+def _read_header(file: BinaryIO, file_size: int) -> tuple[dict[str, str], list[tuple[str, _Entry]]]:
+    """The metadata and the tensors of a file, which is left at the first byte of the data."""
+    header_size = _header_size(file.read(8), file_size)
+    header = _parse_header(file.read(header_size))
+    entries = _layout(header, file_size - 8 - header_size)
+    return _METADATA.parse(header.get("__metadata__", {}), "/__metadata__"), entries
+
+
 # ----------------------------------------------------------------------------------------- reading and writing
 
 
 def read_safetensors(path: str | Path) -> dict[str, Tensor]:
     """All tensors of a file as float32. One SchemaError that names the file for anything malformed. O(file)."""
     with open_checkpoint(path) as (file, size):
-        header_size = _header_size(file.read(8), size)
-        header = _parse_header(file.read(header_size))
+        _, entries = _read_header(file, size)
+        for name, entry in entries:
+            if entry.dtype not in _DTYPES:
+                raise SchemaError(f"{entry.dtype} is no format of weights; {', '.join(_DTYPES)} are",
+                                  pointer("", name) + "/dtype")
         return {name: Tensor(entry.shape, _DTYPES[entry.dtype].decode(file.read(entry.nbytes)))
-                for name, entry in _layout(header, size - 8 - header_size)}
+                for name, entry in entries}
 
 
 def write_safetensors(path: str | Path, weights: Weights, dtype: str = "F32",
@@ -173,11 +187,7 @@ def write_safetensors(path: str | Path, weights: Weights, dtype: str = "F32",
 
 
 def _chunks(header: Mapping[str, object], weights: Weights, form: _Dtype) -> Iterator[bytes]:
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data begin at a multiple of 8
-    if len(text) > MAX_HEADER_BYTES:
-        raise SchemaError(f"the header takes {len(text)} bytes; at most {MAX_HEADER_BYTES} are read")
-    yield len(text).to_bytes(8, "little") + text
+    yield _header_bytes(header)
     for name in sorted(weights):
         values = weights[name].values
         check_finite(name, weights[name])
@@ -186,3 +196,41 @@ def _chunks(header: Mapping[str, object], weights: Weights, form: _Dtype) -> Ite
             raise SchemaError(f"{name} holds {value:g} at index {index}, beyond the range of this dtype; "
                               "write F32 instead", "/dtype")
         yield form.encode(values)
+
+
+def _header_bytes(header: Mapping[str, object]) -> bytes:
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data begin at a multiple of 8
+    if len(text) > MAX_HEADER_BYTES:
+        raise SchemaError(f"the header takes {len(text)} bytes; at most {MAX_HEADER_BYTES} are read")
+    return len(text).to_bytes(8, "little") + text
+
+
+# ------------------------------------------------------------------------------------------------ as raw bytes
+
+
+class RawTensor(NamedTuple):
+    """A tensor's numbers as they lie in the file: F32, F16, BF16, F64, I64, I16 or U8, little-endian."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def read_raw(path: str | Path) -> tuple[dict[str, str], dict[str, RawTensor]]:
+    """The metadata and all tensors of a file; SchemaError as ``read_safetensors``. O(file)."""
+    with open_checkpoint(path) as (file, size):
+        metadata, entries = _read_header(file, size)
+        return metadata, {name: RawTensor(entry.dtype, entry.shape, file.read(entry.nbytes))
+                          for name, entry in entries}
+
+
+def write_raw(path: str | Path, tensors: Mapping[str, RawTensor], metadata: Mapping[str, str]) -> None:
+    """Write tensors in the order given. SchemaError, and no file, for what ``read_raw`` would refuse. O(bytes)."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, (dtype, shape, data) in tensors.items():
+        start, end = end, end + len(data)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    _layout(header, end)
+    replace_file(path, [_header_bytes(header), *(tensor.data for tensor in tensors.values())])

@@ -39,90 +39,24 @@ otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field
 from heapq import nsmallest
-from typing import NamedTuple
+from operator import attrgetter
 
+from .block_tables import BlockTables
+from .decisions import Plan, ScheduledChunk, ScheduleDecision, counted
 from .errors import CapacityError, DuplicateRequestError, OutOfPagesError, RequestError, UnknownRequestError
 from .kv_cache import KVCacheManager, KVHandle
 from .policies import POLICIES, Policy
 from .schema import Request
 from .sequences import Sequence, WaitingQueue
 
+__all__ = ["BYPASS_LIMIT", "REFUSAL_LIMIT", "ContinuousBatchScheduler", "ScheduleDecision", "ScheduledChunk"]
+
 BYPASS_LIMIT = 8
 REFUSAL_LIMIT = 8
-
-
-class ScheduledChunk(NamedTuple):
-    """``count`` tokens of one request from position ``start`` on; phase "prefill" or "decode".
-
-    The chunk that reaches the end of the known tokens yields the request's next token (its first, after a prompt).
-    """
-
-    request_id: str
-    start: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
-    phase: str
-
-
-class Reasons(Mapping[str, str]):
-    """Why each request got what it got: {request id: sentence}. A sentence is put together when it is read."""
-
-    def __init__(self) -> None:
-        self._parts: dict[str, tuple[str, tuple[object, ...]]] = {}
-
-    def say(self, request_id: str, sentence: str, *values: object) -> None:
-        """Set the sentence of a request; "{}" stands for a value."""
-        self._parts[request_id] = sentence, values
-
-    def __getitem__(self, request_id: str) -> str:
-        sentence, values = self._parts[request_id]
-        return sentence.format(*values)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-
-@dataclass(frozen=True)
-class ScheduleDecision:
-    """What one step does. The tuples hold request ids; ``finished`` are those that ended since the last decision.
-    ``reasons`` says in words why each live request got what it got; of a long queue, those at its head. ``found`` are
-    prompt tokens of admitted requests that shared pages already hold; coming back after a preemption does not count."""
-
-    step: int
-    budget_tokens: int
-    chunks: tuple[ScheduledChunk, ...]
-    admitted: tuple[str, ...]
-    preempted: tuple[str, ...]
-    finished: tuple[str, ...]
-    waiting: tuple[str, ...]
-    running: tuple[str, ...]
-    reasons: Mapping[str, str]
-    found: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def scheduled_tokens(self) -> int:
-        """Tokens computed in this step, never more than the budget."""
-        return sum(chunk.count for chunk in self.chunks)
-
-
-@dataclass
-class _Plan:
-    """A decision in the making."""
-
-    step: int
-    budget: int
-    left: int
-    chunks: list[ScheduledChunk] = field(default_factory=list)
-    admitted: list[str] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
-    found: dict[str, int] = field(default_factory=dict)
-    reasons: Reasons = field(default_factory=Reasons)
+_in_order = attrgetter("order")
 
 
 class ContinuousBatchScheduler:
@@ -138,18 +72,20 @@ class ContinuousBatchScheduler:
                  tokens_of: Callable[[str], Tokens[int]] | None = None) -> None:
         if isinstance(max_running, bool) or not isinstance(max_running, int) or max_running < 1:
             raise RequestError(f"max_running must be an integer from 1, not {max_running!r}")
-        _require_choice("batching", batching, ("continuous", "static", "none"))
-        _require_choice("preemption", preemption, ("recompute", "swap"))
-        if isinstance(policy, str):
-            _require_choice("policy", policy, tuple(POLICIES))
-            policy = POLICIES[policy]()
+        _choice("batching", batching, ("continuous", "static", "none"))
+        _choice("preemption", preemption, ("recompute", "swap"))
+        if isinstance(policy, str) or not callable(getattr(policy, "rank", None)):
+            policy = POLICIES[_choice("policy", policy, tuple(POLICIES))]()
+        if kv is not None and not isinstance(kv, KVCacheManager):
+            raise RequestError(f"kv must be a KVCacheManager or None, not {kv!r}")
         self.max_running = 1 if batching == "none" else max_running
         self.policy, self.batching, self.preemption, self.kv = policy, batching, preemption, kv
-        self._tokens_of = tokens_of or (lambda request_id: self._live(request_id).request.prompt_tokens)
+        self._tables = BlockTables(kv, preemption == "swap",
+                                   tokens_of or (lambda request_id: self._live(request_id).request.prompt_tokens))
         self._waiting = WaitingQueue()
         self._running: dict[str, Sequence] = {}  # in order of admission
         self._running_ids: tuple[str, ...] | None = ()  # None: changed since it was last told
-        self._in_flight: list[tuple[Sequence, int]] = []  # handed out (tokens), not yet counted as computed
+        self._in_flight: list[Sequence] = []  # handed a chunk, which is not yet counted as computed
         self._finished: list[str] = []  # since the last decision
         self._failures: dict[str, str] = {}  # not yet taken
         self._steps = self._submitted = 0
@@ -182,6 +118,8 @@ class ContinuousBatchScheduler:
     def submit(self, request: Request) -> None:
         """Queue a request. DuplicateRequestError while its id is live; CapacityError if no pool state could ever
         serve it. max_tokens 0 finishes at once."""
+        if not isinstance(request, Request):
+            raise RequestError(f"request must be a Request, not {request!r}")
         self.require_free(request.request_id)
         slots = len(request.prompt_tokens) + request.max_tokens - 1
         if self.kv and request.max_tokens and self.kv.pages_for(slots) > self.kv.total_pages:
@@ -208,9 +146,8 @@ class ContinuousBatchScheduler:
             raise UnknownRequestError(f"request {request_id!r} is not running, so it cannot be forked")
         self.require_free(child.request_id)
         sequence = self._new_sequence(child)
-        sequence.computed, sequence.generated = parent.computed, parent.generated
-        if self.kv and parent.handle:
-            sequence.handle = self.kv.fork(parent.handle, child.request_id)
+        sequence.computed, sequence.known = parent.computed, parent.known
+        self._tables.fork(parent, sequence)
         self._run(sequence)
 
     def cancel(self, request_id: str) -> None:
@@ -244,10 +181,10 @@ class ContinuousBatchScheduler:
         if isinstance(budget_tokens, bool) or not isinstance(budget_tokens, int) or budget_tokens < 0:
             raise RequestError(f"budget_tokens must be an integer from 0, not {budget_tokens!r}")
         self.complete_step()
-        plan = _Plan(self._steps, budget_tokens, budget_tokens)
+        plan = Plan(self._steps, budget_tokens, budget_tokens)
         self._steps += 1
         if budget_tokens:
-            for sequence in sorted(self._running.values(), key=lambda sequence: sequence.order):
+            for sequence in sorted(self._running.values(), key=_in_order):
                 self._provide_pages(plan, sequence)  # before anything is scheduled: who has a chunk is not preempted
             if self.policy.decode_first:
                 self._plan_decodes(plan)
@@ -265,12 +202,17 @@ class ContinuousBatchScheduler:
     def complete_step(self) -> None:
         """Count what the last step handed out as computed: requests that reach max_tokens are finished. Idempotent."""
         in_flight, self._in_flight = self._in_flight, []
-        for sequence, count in in_flight:
+        for sequence in in_flight:
             if self._running.get(sequence.id) is not sequence:
                 continue  # cancelled or failed meanwhile; the id may already belong to a newer request
-            sequence.computed += count
-            if self._commit(sequence) and sequence.remaining == 0:
-                sequence.generated += 1
+            sequence.computed += sequence.scheduled
+            try:
+                self._tables.fill(sequence)
+            except Exception as error:  # its pages were taken away, say: it alone ends, with the reason
+                self._fail(sequence, error)
+                continue
+            if sequence.computed == sequence.known:
+                sequence.known += 1
                 if sequence.generated == sequence.request.max_tokens:
                     self.finish(sequence.id, "length")
 
@@ -284,44 +226,31 @@ class ContinuousBatchScheduler:
         failures, self._failures = self._failures, {}
         return failures
 
-    def _commit(self, sequence: Sequence) -> bool:
-        """Tell the page manager how many positions are filled; False if the pages were taken away from outside."""
-        if not self.kv or not sequence.handle:
-            return True
-        try:
-            tokens = self._tokens_of(sequence.id) if self.kv.prefix_sharing else None
-            self.kv.commit(sequence.handle, sequence.computed, tokens)
-        except Exception as error:  # whatever went wrong concerns this request alone: it ends with the reason
-            self._fail(sequence, error)
-            return False
-        return True
-
     # -------------------------------------------------------------------------------------------- pages
 
-    def _provide_pages(self, plan: _Plan, sequence: Sequence) -> None:
+    def _provide_pages(self, plan: Plan, sequence: Sequence) -> None:
         """Make all known positions of a running sequence writable: a page now and then while it decodes; a prompt has
         its pages since its admission, unless somebody outside forked its table. Preempts from the last on until it
         succeeds or the sequence itself had to go. Terminates: every round succeeds or ends somebody's running."""
         while self._running.get(sequence.id) is sequence:
             try:
-                if self.kv and sequence.handle:
-                    self.kv.reserve(sequence.handle, sequence.known)
+                self._tables.reserve(sequence)
                 return
             except OutOfPagesError as refusal:
                 if len(self._running) > 1 or not self._refused_too_often(sequence, refusal):
-                    self._preempt(plan, max(self._running.values(), key=lambda running: running.order), sequence)
+                    self._preempt(plan, max(self._running.values(), key=_in_order), sequence)
             except Exception as error:  # concerns this request alone; the others go on
                 self._fail(sequence, error)
 
-    def _preempt(self, plan: _Plan, victim: Sequence, needy: Sequence) -> None:
-        pages = self._page_count(victim)
-        swapped = self._swap_out(victim)
+    def _preempt(self, plan: Plan, victim: Sequence, needy: Sequence) -> None:
+        pages = self._tables.page_count(victim)
+        swapped = self._tables.swap_out(victim)
         if not swapped:
-            self._release(victim)
+            self._tables.close(victim)
             victim.computed = 0
         self._stop_running(victim)
         victim.preempted = True
-        victim.rank = self.policy.rank(victim.request, victim.arrival_step, victim.generated)
+        victim.order = self.policy.rank(victim.request, victim.arrival_step, victim.generated), victim.order[1]
         self._waiting.push(victim)
         plan.preempted.append(victim.id)
         fate = (f"keeps its {victim.computed} tokens in host pages" if swapped else
@@ -329,20 +258,9 @@ class ContinuousBatchScheduler:
         plan.reasons.say(victim.id, "preempted: {} needs a page and none is free; {} is last in order, gives back {} "
                          "and {}", needy.id, victim.id, counted(pages, "page"), fate)
 
-    def _swap_out(self, victim: Sequence) -> bool:
-        """Move a victim's tokens to host pages; False where that is not asked for, or cannot be done."""
-        if self.preemption != "swap" or not self.kv or not victim.handle:
-            return False
-        try:
-            self.kv.swap_out(victim.handle)
-        except Exception:  # full, taken away from outside, not to be copied: computing again is always right
-            return False
-        victim.swapped = True
-        return True
-
     # --------------------------------------------------------------------------------------- admissions
 
-    def _plan_admissions(self, plan: _Plan) -> None:
+    def _plan_admissions(self, plan: Plan) -> None:
         """Admit from the head of the queue while slots, budget and pages last (see the module's rules)."""
         if not self._waiting:
             return
@@ -368,7 +286,7 @@ class ContinuousBatchScheduler:
             elif self._waiting.get(sequence.id) is sequence:
                 blocked = blocked or sequence
 
-    def _closed(self, plan: _Plan) -> str:
+    def _closed(self, plan: Plan) -> str:
         """Why nobody is admitted in this step, or ""."""
         if plan.preempted:
             return "waits: no admission in a step that had to preempt"
@@ -376,7 +294,7 @@ class ContinuousBatchScheduler:
             return f"waits: static batching, the batch of {', '.join(self._running)} must end first"
         return ""
 
-    def _full(self, plan: _Plan) -> str:
+    def _full(self, plan: Plan) -> str:
         """Why nobody more is admitted in this step, or ""."""
         if len(self._running) >= self.max_running:
             return f"waits: {len(self._running)} of at most {self.max_running} requests are running"
@@ -386,55 +304,40 @@ class ContinuousBatchScheduler:
                     f"prompts are already being computed")
         return ""
 
-    def _open_table(self, sequence: Sequence, plan: _Plan) -> bool:
+    def _open_table(self, sequence: Sequence, plan: Plan) -> bool:
         """Provide pages for all known tokens; on failure note why and change nothing."""
-        if not self.kv:
-            return True
         try:
-            self._allocate(self.kv, sequence)
+            self._tables.open(sequence)
         except OutOfPagesError as error:
-            if not self._running and self._refused_too_often(sequence, error):
-                return False
-            needed = counted(self.kv.pages_for(sequence.known), "page")
-            plan.reasons.say(sequence.id, "waits: needs {}, {} free; {}", needed, self.kv.free_pages,
-                             self._next_release())
+            if self._running or not self._refused_too_often(sequence, error):
+                plan.reasons.say(sequence.id, "waits: {}; {}", self._tables.lack(sequence), self._next_release())
             return False
         except Exception as error:  # not a lack of pages: this request cannot be served, the others can
             self._fail(sequence, error)
             return False
         return True
 
-    def _allocate(self, kv: KVCacheManager, sequence: Sequence) -> None:
-        """Pages for a waiting sequence: its swapped ones brought back, or new ones behind a shared prefix."""
-        if sequence.swapped and sequence.handle:
-            kv.swap_in(sequence.handle, sequence.known)
-            sequence.swapped = False
-        else:
-            tokens = self._tokens_of(sequence.id) if kv.prefix_sharing else None
-            sequence.handle = kv.allocate(sequence.id, sequence.known, tokens, sequence.request.cache_salt)
-            sequence.computed = kv.length(sequence.handle)
-
     def _next_release(self) -> str:
         """Who is nearest to its end, for the reason of a wait."""
         if not self._running:
             return "no running request will free any: pages are held from outside"
         soonest = min(self._running.values(), key=lambda running: running.request.max_tokens - running.generated)
-        left = soonest.request.max_tokens - soonest.generated
-        return f"{soonest.id} frees {self._page_count(soonest)} at its end, at most {counted(left, 'token')} away"
+        pages, left = self._tables.page_count(soonest), soonest.request.max_tokens - soonest.generated
+        return f"{soonest.id} frees {pages} at its end, at most {counted(left, 'token')} away"
 
     # ------------------------------------------------------------------------------ decodes and prefills
 
-    def _plan_decodes(self, plan: _Plan) -> None:
+    def _plan_decodes(self, plan: Plan) -> None:
         """One token for each decoding request, the first in order first."""
         decoding = [sequence for sequence in self._running.values()
                     if sequence.decoding and sequence.last_served != plan.step]
         served = _least_recently_served(decoding, plan.left)
-        for sequence in sorted(served, key=lambda sequence: sequence.order):
+        for sequence in sorted(served, key=_in_order):
             self._schedule(plan, sequence, 1, "decode")
         if len(served) < len(decoding):
             self._explain_turns(plan, decoding)
 
-    def _plan_prefills(self, plan: _Plan) -> None:
+    def _plan_prefills(self, plan: Plan) -> None:
         """Share what is left of the budget evenly among prompts, short ones first so that what they do not need
         goes to the longer ones. A request that was admitted in this step with one token left to compute (swapped in,
         or all of its tokens found) belongs here too, so that it does not idle until the next step."""
@@ -453,12 +356,12 @@ class ContinuousBatchScheduler:
 
     # ------------------------------------------------------------------------------------------- inside
 
-    def _schedule(self, plan: _Plan, sequence: Sequence, count: int, phase: str) -> None:
+    def _schedule(self, plan: Plan, sequence: Sequence, count: int, phase: str) -> None:
         start, end = sequence.computed, sequence.computed + count
         plan.chunks.append(ScheduledChunk(sequence.id, start, count, phase))
         plan.left -= count
-        sequence.last_served = plan.step
-        self._in_flight.append((sequence, count))
+        sequence.last_served, sequence.scheduled = plan.step, count
+        self._in_flight.append(sequence)
         if phase == "decode":
             plan.reasons.say(sequence.id, "decodes position {}: token {} of at most {}", start, sequence.generated + 1,
                              sequence.request.max_tokens)
@@ -468,7 +371,7 @@ class ContinuousBatchScheduler:
         plan.reasons.say(sequence.id, "{}prefills positions {} to {} of {}{}", admitted, start, end - 1, sequence.known,
                          left)
 
-    def _explain_turns(self, plan: _Plan, sequences: list[Sequence]) -> None:
+    def _explain_turns(self, plan: Plan, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             if sequence.id in self._running and sequence.last_served != plan.step:
                 plan.reasons.say(sequence.id, "waits for its turn: {} requests want a part of the {} budget tokens",
@@ -477,9 +380,11 @@ class ContinuousBatchScheduler:
     def _new_sequence(self, request: Request) -> Sequence:
         rank = self.policy.rank(request, self._steps, 0)
         self._submitted += 1
-        return Sequence(request, self._steps, self._submitted, rank)
+        return Sequence(request, self._steps, (rank, self._submitted))
 
     def _find(self, request_id: str) -> Sequence | None:
+        if not isinstance(request_id, str):
+            return None
         return self._running.get(request_id) or self._waiting.get(request_id)
 
     def _live(self, request_id: str) -> Sequence:
@@ -501,21 +406,11 @@ class ContinuousBatchScheduler:
         if self._running.pop(sequence.id, None):
             self._running_ids = None
 
-    def _page_count(self, sequence: Sequence) -> int:
-        owned = self.kv and sequence.handle and self.kv.owns(sequence.handle)
-        return len(self.kv.pages(sequence.handle)) if owned and self.kv and sequence.handle else 0
-
-    def _release(self, sequence: Sequence) -> None:
-        """Give the pages back, unless somebody outside already has."""
-        if self.kv and sequence.handle and self.kv.owns(sequence.handle):
-            self.kv.release(sequence.handle)
-        sequence.handle, sequence.swapped = None, False
-
     def _remove(self, sequence: Sequence) -> None:
         """Take a sequence out of every queue and give its pages back."""
         self._stop_running(sequence)
         self._waiting.remove(sequence)
-        self._release(sequence)
+        self._tables.close(sequence)
 
     def _refused_too_often(self, sequence: Sequence, error: OutOfPagesError) -> bool:
         sequence.refusals += 1
@@ -542,11 +437,7 @@ def _held(blocked: Sequence | None) -> str:
     return ""
 
 
-def counted(number: int, noun: str) -> str:
-    """ "1 page", "3 pages"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _require_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in allowed:
         raise RequestError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+    return value

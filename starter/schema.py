@@ -1,4 +1,4 @@
-"""M1 · The nouns of the engine and how they are written in JSON: model, request, event, quantization, scenario.
+"""M1 · A scenario, and how it is written in JSON: all that decides a run, and what must come out.
 
     fixtures/tiny_model.json --load_scenario()--> Scenario
                                                   +-- model: ModelConfig            sizes of the decoder
@@ -13,20 +13,43 @@
 
 Each noun is a frozen dataclass whose ``__post_init__`` checks the rules that join several fields; each has a
 shape (``shapes.py``) that parses it strictly and prints its JSON Schema. ``python3 -m starter.schema`` prints
-the schema of a whole scenario (draft 2020-12), which is kept in ``fixtures/scenario.schema.json``.
+the schema of a whole scenario (draft 2020-12), which is kept in ``fixtures/scenario.schema.json``. Model and requests
+have files of their own, ``model_config.py`` and ``requests.py``; their names can be imported from here, too.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Union
 
-from .errors import CapacityError, QuantizationError, RequestError, SchemaError
+from .console import EXIT_OK, Console, guarded, run_program
+from .errors import RequestError, SchemaError
 from .faults import AbnormalRelease, BackendFault, Fault, MemoryCut, NanLogits, RefusedPages, SlowConsumer
+from .model_config import (
+    MAX_CONTEXT,
+    MAX_VOCABULARY,
+    MODEL_SHAPE,
+    QUANTIZATION_SHAPE,
+    ModelConfig,
+    QuantizationConfig,
+)
+from .requests import (
+    ID_SHAPE,
+    REQUEST_SHAPE,
+    SAMPLING_SHAPE,
+    SEED_SHAPE,
+    TOKEN_EVENT_SHAPE,
+    TOKENS_SHAPE,
+    Request,
+    SamplingParams,
+    TokenEvent,
+)
 from .shapes import (
     Boolean,
     Choice,
@@ -35,7 +58,6 @@ from .shapes import (
     MapOf,
     Nullable,
     Number,
-    Pair,
     Record,
     Tagged,
     Text,
@@ -45,248 +67,16 @@ from .shapes import (
 )
 
 SCENARIO_VERSION = 1
-MAX_VOCABULARY = 1_000_000
-MAX_CONTEXT = 1_048_576
 MAX_PAGES = 1_048_576
-MAX_SAMPLES = 64
 POLICY_NAMES = ("fcfs", "priority", "shortest", "prefill-first")
 
-# ------------------------------------------------------------------------------------------------ model
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of a Llama-shaped decoder (Touvron et al. 2023, "LLaMA").
-
-    ``width`` is the length of a token's hidden vector, split into ``heads`` query heads of ``head_width``
-    numbers; ``kv_heads`` divides ``heads``, and each key/value head serves heads/kv_heads query heads
-    (grouped-query attention, Ainslie et al. 2023). ``tied_output`` reuses the embedding as output projection.
-    """
-
-    vocab_size: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn_width: int
-    max_context: int
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    tied_output: bool = True
-    bos_token: int | None = None
-    eos_tokens: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise SchemaError(f"width {self.width} must be a multiple of heads {self.heads}", "/width")
-        if self.heads % self.kv_heads:
-            raise SchemaError(f"must divide heads {self.heads}, not be {self.kv_heads}", "/kv_heads")
-        if self.head_width % 2:
-            raise SchemaError(f"width/heads = {self.head_width} must be even: rotary embedding turns pairs", "/width")
-        for name, tokens in (("bos_token", [self.bos_token]), ("eos_tokens", self.eos_tokens)):
-            for token in tokens:
-                if token is not None and token >= self.vocab_size:
-                    raise SchemaError(f"token {token} is outside the vocabulary of {self.vocab_size}", f"/{name}")
-
-    @property
-    def head_width(self) -> int:
-        """Numbers in one attention head."""
-        return self.width // self.heads
-
-    @property
-    def kv_width(self) -> int:
-        """Numbers in one token's key (or value) in one layer."""
-        return self.kv_heads * self.head_width
-
-
-# -------------------------------------------------------------------------------------------- quantization
-
-
-@dataclass(frozen=True)
-class QuantizationConfig:
-    """How to quantize a matrix: ``bits`` 8 or 4, one scale for every ``group_size`` numbers of a row
-    (a shorter last group is fine; None: one scale a row), symmetric around zero or with a zero point."""
-
-    bits: int = 8
-    group_size: int | None = 32
-    symmetric: bool = True
-
-    def __post_init__(self) -> None:
-        if type(self.bits) is not int or self.bits not in (8, 4):
-            raise QuantizationError(f"bits must be 8 or 4, not {self.bits!r}")
-        size = self.group_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise QuantizationError(f"group_size must be an integer from 1, or None for a whole row, not {size!r}")
-        if not isinstance(self.symmetric, bool):
-            raise QuantizationError(f"symmetric must be True or False, not {self.symmetric!r}")
-
-
-# ------------------------------------------------------------------------------------------------ requests
-
-
-def _require_integer(name: str, value: object, low: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or (low is not None and value < low):
-        raise RequestError(f"{name} must be an integer{'' if low is None else f' from {low}'}, not {value!r}")
-
-
-def _require_number(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise RequestError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How a request picks its next token from the logits.
-
-    temperature  0 is greedy (the first of equal maxima); larger flattens the distribution
-    top_k        keep the k likeliest tokens; 0 keeps all
-    top_p        keep the fewest likeliest tokens whose probabilities reach p (Holtzman et al. 2020); 1 keeps all
-    min_p        drop tokens less likely than min_p times the likeliest; 0 drops none
-    seed         of this request's own generator; None derives it from the engine's seed and the request id
-    logit_bias   (token, number) pairs added to the logits; a mapping is accepted
-    repetition_penalty, presence_penalty, frequency_penalty    see ``sampling.adjust``
-    min_tokens   no end, stop token or stop string before so many tokens
-    ignore_eos   end-of-sequence tokens are tokens like any other
-    stop         strings that end the text; they are not part of it
-    logprobs     how many of the likeliest tokens each event lists; None lists none
-    n            samples of one prompt; they share its pages
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()  # kept as sorted pairs
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop: Sequence[str] = ()  # kept as a tuple
-    logprobs: int | None = None
-    n: int = 1
-
-    def __post_init__(self) -> None:
-        _require_number("temperature", self.temperature, 0.0, 1e6)
-        _require_integer("top_k", self.top_k, 0)
-        _require_number("top_p", self.top_p, 0.0, 1.0)
-        _require_number("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            _require_integer("seed", self.seed, 0)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _require_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _require_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        _require_integer("min_tokens", self.min_tokens, 0)
-        _require_integer("n", self.n, 1)
-        if self.n > MAX_SAMPLES:
-            raise RequestError(f"n must be at most {MAX_SAMPLES}, not {self.n}")
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
-        if self.logprobs is not None:
-            _require_integer("logprobs", self.logprobs, 0)
-        for token, value in self.bias:
-            _require_integer("a logit_bias token", token, 0)
-            _require_number("a logit_bias value", value, -1e6, 1e6)
-        object.__setattr__(self, "logit_bias", tuple(sorted((token, float(value)) for token, value in self.bias)))
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if not all(isinstance(stop, str) and stop for stop in stops):
-            raise RequestError(f"stop must be strings that are not empty, not {self.stop!r}; no stop string is []")
-        object.__setattr__(self, "stop", stops)
-
-    @property
-    def bias(self) -> tuple[tuple[int, float], ...]:
-        """``logit_bias`` as it is kept."""
-        return tuple(self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias)
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt and how far to continue it.
-
-    ``arrival`` is on the clock of whoever drives the engine; scenarios count it in steps. ``stop_tokens`` end
-    the request like the model's own end-of-sequence tokens. ``priority`` and ``cache_salt`` are carried for
-    policies and prefix sharing.
-    """
-
-    request_id: str
-    prompt_tokens: Sequence[int]  # kept as a tuple
-    max_tokens: int
-    arrival: float = 0.0
-    priority: int = 0
-    sampling: SamplingParams = SamplingParams()
-    stop_tokens: Sequence[int] = ()  # kept as a tuple
-    cache_salt: str | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.request_id, str) or not self.request_id:
-            raise RequestError(f"request_id must be a string that is not empty, not {self.request_id!r}")
-        if any("\ud800" <= c <= "\udfff" for c in self.request_id):
-            raise RequestError(f"request_id {self.request_id!r} holds half of a surrogate pair, which is no character")
-        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
-            raise RequestError(f"cache_salt must be a string or None, not {self.cache_salt!r}")
-        if isinstance(self.stop_tokens, (str, bytes)) or not isinstance(self.stop_tokens, Sequence):
-            raise RequestError(f"stop_tokens must be a sequence of token numbers, not {self.stop_tokens!r}")
-        if isinstance(self.prompt_tokens, (str, bytes)) or not isinstance(self.prompt_tokens, Sequence):
-            kind = type(self.prompt_tokens).__name__
-            raise RequestError(f"prompt_tokens must be a sequence of token numbers, not a {kind}; encode text first")
-        object.__setattr__(self, "prompt_tokens", tuple(self.prompt_tokens))
-        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
-        if not self.prompt_tokens:
-            raise RequestError("the prompt is empty; give at least one token, for instance the model's bos_token")
-        for token in self.prompt_tokens:
-            _require_integer("a prompt token", token, 0)
-        for token in self.stop_tokens:
-            _require_integer("a stop token", token, 0)
-        _require_integer("max_tokens", self.max_tokens, 0)
-        _require_integer("priority", self.priority, None)
-        _require_number("arrival", self.arrival, 0.0, float("inf"))
-        if not isinstance(self.sampling, SamplingParams):
-            raise RequestError(f"sampling must be a SamplingParams, not {self.sampling!r}")
-
-    def check_against(self, model: ModelConfig) -> None:
-        """Raise RequestError or CapacityError where this model cannot serve the request. O(prompt)."""
-        for token in (*self.prompt_tokens, *self.stop_tokens):
-            if token >= model.vocab_size:
-                raise RequestError(f"token {token} is outside the vocabulary; allowed: 0 to {model.vocab_size - 1}")
-        for token, _ in self.sampling.bias:
-            if token >= model.vocab_size:
-                raise RequestError(f"logit_bias names token {token}; allowed: 0 to {model.vocab_size - 1}")
-        if (self.sampling.logprobs or 0) > model.vocab_size:
-            raise RequestError(f"logprobs {self.sampling.logprobs} is more than the vocabulary of {model.vocab_size}")
-        total = len(self.prompt_tokens) + self.max_tokens
-        if total > model.max_context:
-            raise CapacityError(
-                f"prompt {len(self.prompt_tokens)} + max_tokens {self.max_tokens} = {total} tokens exceed the context "
-                f"of {model.max_context}; shorten the prompt or ask for at most "
-                f"{max(0, model.max_context - len(self.prompt_tokens))} tokens")
-
-
-# -------------------------------------------------------------------------------------------------- events
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """One token of one request, or (token None) the end of a request that ended without one.
-
-    ``index`` counts a request's tokens from 0 without gaps. ``text`` is what this token adds to the decoded text.
-    ``step`` and ``time`` say when (the engine's step count; its clock, seconds). ``logprob`` is the natural
-    logarithm of the token's probability at temperature 1. ``finish_reason`` is None except on the last event:
-    "stop", "length", "cancelled" or "error", the last with the reason in ``error``. With n > 1 samples each has its own
-    indices and its own last event. ``top_logprobs`` lists (token, logprob) of the likeliest, if asked for.
-    """
-
-    request_id: str
-    index: int
-    token: int | None
-    text: str
-    step: int
-    time: float
-    logprob: float | None = None
-    finish_reason: str | None = None
-    error: str | None = None
-    sample: int = 0
-    top_logprobs: tuple[tuple[int, float], ...] = ()
+__all__ = [  # with what belongs to a scenario and has its own home
+    "ENGINE_SHAPE", "FAULT_SHAPE", "MAX_CONTEXT", "MAX_PAGES", "MODEL_SHAPE", "POLICY_NAMES", "QUANTIZATION_SHAPE",
+    "REQUEST_SHAPE", "SAMPLING_SHAPE", "SCENARIO_VERSION", "TOKENIZER_SHAPE", "TOKEN_EVENT_SHAPE", "WEIGHTS_SHAPE",
+    "CharacterVocabulary", "EngineSettings", "Golden", "ModelConfig", "QuantizationConfig", "Request",
+    "SafetensorsWeights", "SamplingParams", "Scenario", "ScenarioEvent", "SeededWeights", "TokenEvent", "compact_json",
+    "load_scenario", "parse_scenario", "scenario_json_schema",
+]
 
 
 @dataclass(frozen=True)
@@ -295,9 +85,6 @@ class ScenarioEvent:
 
     step: int
     cancel: str
-
-
-# ------------------------------------------------------------------------------------------------ scenario
 
 
 @dataclass(frozen=True)
@@ -336,7 +123,8 @@ class EngineSettings:
     """Everything about serving that is not the model.
 
     page_size         tokens in a KV page                  num_pages        pages in the pool
-    kv_budget_bytes   instead of num_pages: as many pages as fit in so many bytes
+    kv_budget_bytes   instead of num_pages: as many pages as fit in so many bytes; in int8, also what max_running pages
+                      need while they are filled
     budget_tokens     tokens computed in a step, at most   max_running      requests admitted at a time
     batching          "continuous": requests join and leave in every step; "static": a batch is admitted when the
                       last one has ended; "none": one request at a time
@@ -344,7 +132,9 @@ class EngineSettings:
     policy            who goes first: "fcfs", "priority", "shortest", "prefill-first" (see ``policies.py``)
     preemption        when pages run out: "recompute" the victim's tokens later, or "swap" them to host_pages pages
     prefix_sharing    requests that begin alike share the pages of what they have in common
+    kv_quantization   "int8": KV pages of 8-bit codes (see ``int8_pages.py``); null: of floats
     use_cache         False recomputes the whole context for every token (for comparison)
+    workers           processes that compute, this one included (see ``parallel.py``)
     seed              of the sampling generators of requests that bring no seed of their own
     """
 
@@ -361,12 +151,16 @@ class EngineSettings:
     prefix_sharing: bool = False
     use_cache: bool = True
     kv_quantization: str | None = None
+    workers: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kv_quantization is not None:
-            raise SchemaError("KV pages in int8 are not part of this version; use null (the weights can be quantized)",
+        if self.kv_quantization is not None and not self.use_cache:
+            raise SchemaError("without a cache (use_cache false) there are no KV pages to quantize; use null",
                               "/kv_quantization")
+        if self.workers > 1 and not self.use_cache:
+            raise SchemaError("without a cache (use_cache false) one process computes everything; use 1 worker",
+                              "/workers")
 
     def override(self, changes: Mapping[str, object]) -> EngineSettings:
         """A copy with some settings replaced, checked like the file they usually come from."""
@@ -445,79 +239,12 @@ class Scenario:
 
 # -------------------------------------------------------------------------------------------------- shapes
 
-_TOKEN = Integer(0, MAX_VOCABULARY - 1)
-_TOKENS = ListOf(_TOKEN, longest=MAX_CONTEXT)
-_ID = Text(1, 200)
-_SEED = Integer(0, 2**63 - 1)
 _SHA256 = Nullable(Text(64, 64))
 
-MODEL_SHAPE = Record(ModelConfig, {
-    "vocab_size": Integer(1, MAX_VOCABULARY),
-    "width": Integer(2, 65_536),
-    "layers": Integer(1, 1_024),
-    "heads": Integer(1, 1_024),
-    "kv_heads": Integer(1, 1_024),
-    "ffn_width": Integer(1, 262_144),
-    "max_context": Integer(1, MAX_CONTEXT),
-    "rope_theta": Number(1.0, 1e12),
-    "norm_eps": Number(1e-12, 1.0),
-    "tied_output": Boolean(),
-    "bos_token": Nullable(_TOKEN),
-    "eos_tokens": ListOf(_TOKEN, longest=64),
-})
-
-QUANTIZATION_SHAPE = Record(QuantizationConfig, {
-    "bits": Integer(4, 8),
-    "group_size": Nullable(Integer(1, 1_048_576)),
-    "symmetric": Boolean(),
-})
-
-SAMPLING_SHAPE = Record(SamplingParams, {
-    "temperature": Number(0.0, 1e6),
-    "top_k": Integer(0),
-    "top_p": Number(0.0, 1.0),
-    "min_p": Number(0.0, 1.0),
-    "seed": Nullable(_SEED),
-    "logit_bias": ListOf(Pair(_TOKEN, Number(-1e6, 1e6)), longest=MAX_VOCABULARY),
-    "repetition_penalty": Number(0.01, 100.0),
-    "presence_penalty": Number(-100.0, 100.0),
-    "frequency_penalty": Number(-100.0, 100.0),
-    "min_tokens": Integer(0, MAX_CONTEXT),
-    "ignore_eos": Boolean(),
-    "stop": ListOf(Text(1, 1_000), longest=64),
-    "logprobs": Nullable(Integer(0, MAX_VOCABULARY)),
-    "n": Integer(1, MAX_SAMPLES),
-}, sparse=True)
-
-REQUEST_SHAPE = Record(Request, {
-    "request_id": _ID,
-    "prompt_tokens": ListOf(_TOKEN, 1, MAX_CONTEXT),
-    "max_tokens": Integer(0, MAX_CONTEXT),
-    "arrival": Number(0.0, 1e9),
-    "priority": Integer(-1_000_000, 1_000_000),
-    "sampling": SAMPLING_SHAPE,
-    "stop_tokens": ListOf(_TOKEN, longest=64),
-    "cache_salt": Nullable(Text(1, 200)),
-}, sparse=True)
-
-TOKEN_EVENT_SHAPE = Record(TokenEvent, {
-    "request_id": _ID,
-    "index": Integer(),
-    "token": Nullable(_TOKEN),
-    "text": Text(),
-    "step": Integer(),
-    "time": Number(0.0, 1e15),
-    "logprob": Nullable(Number(-1e300, 0.0)),
-    "finish_reason": Nullable(Choice(("stop", "length", "cancelled", "error"))),
-    "error": Nullable(Text()),
-    "sample": Integer(),
-    "top_logprobs": ListOf(Pair(_TOKEN, Number(-1e300, 0.0)), longest=MAX_VOCABULARY),
-})
-
-SCENARIO_EVENT_SHAPE = Record(ScenarioEvent, {"step": Integer(), "cancel": _ID})
+SCENARIO_EVENT_SHAPE = Record(ScenarioEvent, {"step": Integer(), "cancel": ID_SHAPE})
 
 WEIGHTS_SHAPE = Tagged("source", {
-    "seeded": Record(SeededWeights, {"seed": _SEED, "sha256": _SHA256}),
+    "seeded": Record(SeededWeights, {"seed": SEED_SHAPE, "sha256": _SHA256}),
     "safetensors": Record(SafetensorsWeights, {"path": Text(1, 4_096), "sha256": _SHA256}),
 })
 
@@ -540,20 +267,21 @@ ENGINE_SHAPE = Record(EngineSettings, {
     "prefix_sharing": Boolean(),
     "use_cache": Boolean(),
     "kv_quantization": Nullable(Choice(("int8",))),
-    "seed": _SEED,
+    "workers": Integer(1, 64),
+    "seed": SEED_SHAPE,
 })
 
 FAULT_SHAPE = Tagged("kind", {
-    "backend": Record(BackendFault, {"call": Integer(), "request_id": Nullable(_ID)}),
-    "nan_logits": Record(NanLogits, {"call": Integer(), "request_id": Nullable(_ID)}),
+    "backend": Record(BackendFault, {"call": Integer(), "request_id": Nullable(ID_SHAPE)}),
+    "nan_logits": Record(NanLogits, {"call": Integer(), "request_id": Nullable(ID_SHAPE)}),
     "refused_pages": Record(RefusedPages, {"ask": Integer()}),
-    "abnormal_release": Record(AbnormalRelease, {"step": Integer(), "request_id": _ID}),
+    "abnormal_release": Record(AbnormalRelease, {"step": Integer(), "request_id": ID_SHAPE}),
     "memory_cut": Record(MemoryCut, {"step": Integer(), "pages": Integer(1), "until": Integer(1)}),
-    "slow_consumer": Record(SlowConsumer, {"request_id": _ID}),
+    "slow_consumer": Record(SlowConsumer, {"request_id": ID_SHAPE}),
 })
 
 GOLDEN_SHAPE = Record(Golden, {
-    "tokens": MapOf(_TOKENS),
+    "tokens": MapOf(TOKENS_SHAPE),
     "smallest_margin": Number(0.0, 1e9),
     "made_by": Text(),
 })
@@ -622,10 +350,16 @@ def scenario_json_schema() -> dict[str, object]:
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the JSON Schema of a scenario."""
-    print(json.dumps(scenario_json_schema(), indent=1))
+    argparse.ArgumentParser(prog="python3 -m starter.schema", description=main.__doc__).parse_args(arguments)
+
+    def work() -> int:
+        Console(sys.stdout).line(json.dumps(scenario_json_schema(), indent=1))
+        return EXIT_OK
+
+    return guarded(work)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
 
@@ -16,30 +16,27 @@ class Sequence:
 
     request: Request
     arrival_step: int
-    serial: int  # order of submission; breaks ties of rank
-    rank: float  # see policies.py: the smaller, the earlier
+    order: tuple[float, int]  # among all live requests: the policy's rank, ties broken by the order of submission
+    known: int = field(init=False)  # tokens whose numbers are known: the prompt and what was generated
     computed: int = 0
-    generated: int = 0
+    scheduled: int = 0  # tokens of its last chunk
     handle: KVHandle | None = None
     preempted: bool = False  # at least once
     swapped: bool = False  # the handle's tokens are in host pages
     last_served: int = -1  # step of its last chunk
     bypassed: int = 0  # later requests admitted while this one lacked pages
     refusals: int = 0  # times it got no pages although nothing else was running
-    id: str = ""  # the request's
+    id: str = field(init=False)  # the request's
+    prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.id = self.request.request_id
+        self.known = self.prompt_length = len(self.request.prompt_tokens)
 
     @property
-    def order(self) -> tuple[float, int]:
-        """Position among all live requests."""
-        return self.rank, self.serial
-
-    @property
-    def known(self) -> int:
-        """Tokens whose numbers are known: the prompt and what was generated."""
-        return len(self.request.prompt_tokens) + self.generated
+    def generated(self) -> int:
+        """Tokens generated so far."""
+        return self.known - self.prompt_length
 
     @property
     def remaining(self) -> int:
@@ -48,7 +45,7 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        return self.generated > 0 and self.remaining == 1
+        return self.prompt_length <= self.computed == self.known - 1
 
 
 _Entry = tuple[tuple[float, int], int, Sequence]  # order, ticket, sequence

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from starter.console import Console, Table
+from starter.decisions import counted
 from starter.engine import InferenceEngine
 from starter.metrics import Metrics, Summary
 from starter.play import Played, tokens_of
-from starter.scheduler import counted
 from starter.schema import EngineSettings, Request, Scenario, SeededWeights, TokenEvent
 from starter.streams import sample_id
 from starter.tokenizer import CharacterTokenizer
@@ -36,7 +36,8 @@ def _describe_weights(scenario: Scenario) -> str:
 
 
 def _describe_settings(engine: EngineSettings) -> str:
-    return (f"{engine.num_pages} pages of {engine.page_size} tokens, budget {engine.budget_tokens} tokens a step, "
+    pages = f"{engine.kv_quantization} pages" if engine.kv_quantization else "pages"
+    return (f"{engine.num_pages} {pages} of {engine.page_size} tokens, budget {engine.budget_tokens} tokens a step, "
             f"at most {engine.max_running} running, {engine.batching} batching, {engine.policy}")
 
 
@@ -132,14 +133,17 @@ def _ending(event: TokenEvent, at_eos: bool) -> str:
     return words[event.finish_reason or "error"]
 
 
-def print_results(scenario: Scenario, events: list[TokenEvent], verdicts: dict[str, str], console: Console) -> None:
-    """A line for each request: tokens, how it ended, golden or not, its text."""
+def print_results(events: list[TokenEvent], refused: dict[str, str], verdicts: dict[str, str],
+                  console: Console) -> None:
+    """A line for each request: tokens, how it ended, golden or not, its text, or why it was refused."""
     console.line()
     table = Table("request", "tokens", "ended", "golden", "text")
     texts = _texts(events)
     ends = {sample_id(event.request_id, event.sample): event.finish_reason for event in events}
     for sample, tokens in tokens_of(events).items():
         table.add(sample, len(tokens), ends[sample], verdicts.get(sample, "-"), repr(texts.get(sample, "")))
+    for request_id, reason in refused.items():
+        table.add(request_id, 0, "refused", verdicts.get(request_id, "-"), reason)
     table.show(console)
 
 

@@ -1,16 +1,40 @@
-"""M6 · Everything that happens, in order, as events: the one record that metrics, replays and pictures read.
+"""M6 · Everything that happens, in order, as events: the one record that metrics, replays, proofs and pictures read.
 
-An event is a flat dictionary. Every event has "event" (its kind), "step" (steps completed before it) and "time"
-(the engine's clock, seconds); the rest depends on the kind:
+An event is a flat dictionary. Every event has "event" (its kind), "step" (steps completed before it) and "time" (the
+engine's clock, seconds). What begins with ``>`` comes from outside, and a replay does it again; all else must follow:
 
-    header   version, engine, settings, model, weights_sha256, page_bytes, ...    the first line of a file
-    submit   request, prompt_tokens, max_tokens          refuse  request, error (nothing was queued)
-    step     budget, computed, chunks [[request, start, count, phase]], admitted, preempted, waiting, running,
-             reasons {request: sentence}, found {request: shared prompt tokens}, used_pages, empty_slots
-    pages    change ("allocate", "share", "copy", "release", "swap_out", "swap_in"), request, pages, used_pages
-    token    request, index, token, text                 fork    request, parent: another sample of one prompt
-    cancel   request                                     finish  request, reason, tokens, error
-    fault    kind, fault (its fields): injected on purpose, see ``faults.py``
+      header   version, engine (its version), backend, settings, model, weights_sha256, quantization, page_bytes,
+               num_pages, weight_bytes, step_seconds (of a virtual clock; null on a real one); of a scenario its name
+               (scenario), weights and tokenizer, all as they stand there, so that together with the events below the
+               file holds the whole scenario; or checkpoint, the name of its file
+    > submit   request, prompt_tokens, max_tokens, and, where they are not the default, priority, sampling, stop_tokens,
+               cache_salt. Its time is its arrival
+    > refuse   request, error: a submit that was refused and changed nothing
+    > cancel   request
+    > inject   faults, as in a scenario: from now on they may happen (see ``faults.py``)
+    > lift     the memory cuts that last are ended before their time
+      fault    kind, fault (its fields): one of them happened
+      step     the schedule: budget, computed (positions that go through the decoder), chunks [[request, start, count,
+               phase]], admitted (the first time or, after a preemption, resumed), preempted, waiting, running, reasons
+               {request: sentence}, found {request: prompt tokens in shared pages}, used_pages, empty_slots
+      pages    change, request (whose block table it is), pages, used_pages (in some table, after this change):
+                   allocate   fresh pages at the end of the table
+                   share      pages that hold the beginning already, for a new table: of a sample, or found
+                   copy       [page, its copy], which takes its place: it is shared and about to be written
+                   publish    full pages of the table whose content can be found from now on
+                   evict      published pages without a table that lose their content; the request needs pages
+                   release    the whole table; pages that nobody else has are free, or cached if published
+                   swap_out, swap_in   the table that is given up, its tokens kept in host pages; and the new one
+      fork     request, parent: another sample of one prompt starts where the parent stands
+      token    request, index, token, text
+      finish   request, reason, tokens (how many), error (where the reason is "error")
+
+Position p of a request lies in slot p % page_size of the page table[p // page_size]; so the chunks say which slots are
+written (appended to) and read. First comes a step's own event, then what planning it changed, then, with the next
+step's number, what it brought. Somebody outside the engine may hold pages, too, under any name that is no request's:
+
+    > pages    allocate, share (a fork of a request's table), release, and append: it wrote one more token, and pages
+               are its whole table
 
 On disk a timeline is JSON Lines, one event a line, written as it happens: a crash loses at most the last line.
 With a ``VirtualClock`` the same scenario and seed give the same file, byte for byte.
@@ -20,25 +44,29 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from .errors import SchemaError
-from .shapes import parse_json
+from .schema import (
+    ENGINE_SHAPE,
+    FAULT_SHAPE,
+    MAX_PAGES,
+    MODEL_SHAPE,
+    QUANTIZATION_SHAPE,
+    TOKENIZER_SHAPE,
+    WEIGHTS_SHAPE,
+)
+from .shapes import Choice, Integer, ListOf, MapOf, Nullable, Number, Text, describe, parse_json, pointer
 
-TIMELINE_VERSION = 1
+TIMELINE_VERSION = 2
 KEPT_EVENTS = 100_000
+FINISH_REASONS = ("stop", "length", "cancelled", "error")
+CHANGES = ("allocate", "share", "copy", "append", "publish", "evict", "release", "swap_out", "swap_in")
 
 Event = dict[str, Any]
-_COMMON: dict[str, Any] = {"event": str, "step": int, "time": (int, float)}
-_KEYS = {  # what a reader may rely on, by kind
-    "submit": "request prompt_tokens max_tokens", "refuse": "request error",
-    "step": "budget computed chunks admitted preempted waiting running reasons found used_pages empty_slots",
-    "pages": "change request pages used_pages", "token": "request index token text", "fork": "request parent",
-    "cancel": "request", "finish": "request reason tokens", "fault": "kind fault",
-}
 
 
 class VirtualClock:
@@ -131,7 +159,8 @@ def _open_to_write(path: str | Path) -> TextIO:
 
 
 def read_timeline(path: str | Path) -> list[Event]:
-    """Timeline file -> events. SchemaError names the line of the first damage."""
+    """Timeline file -> events, each with all that the module's docstring promises of its kind, and of the right type;
+    kinds and keys that it does not name are left alone. SchemaError names the line of the first damage."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except (OSError, ValueError) as error:
@@ -140,21 +169,99 @@ def read_timeline(path: str | Path) -> list[Event]:
               for number, line in enumerate(lines, start=1) if line or number < len(lines)]
     if not events or events[0]["event"] != "header":
         raise SchemaError(f"{path} does not begin with a header event: not a timeline")
-    if events[0].get("version") != TIMELINE_VERSION:
-        raise SchemaError(f"{path} has version {events[0].get('version')!r}; this reader knows {TIMELINE_VERSION}")
+    if any(event["event"] == "header" for event in events[1:]):
+        raise SchemaError(f"{path} has more than one header: these are several timelines")
     return events
 
 
 def _read_event(place: str, line: bytes) -> Event:
     try:
         event = parse_json(line.decode("utf-8"))
+        if not isinstance(event, dict):
+            raise SchemaError("an event is an object")
+        _check_keys(event, _COMMON)
+        if event["event"] == "header" and event.get("version") != TIMELINE_VERSION:
+            raise SchemaError(f"version {event.get('version')!r}; this reader knows {TIMELINE_VERSION}", "/version")
+        _check_keys(event, _KEYS.get(event["event"], {}))
     except UnicodeDecodeError as error:
         raise SchemaError(f"{place}: not UTF-8 text: {error}") from None
     except SchemaError as error:
         raise SchemaError(f"{place}: {error.problem}", error.path) from None
-    if not isinstance(event, dict) or not all(isinstance(event.get(key), kind) for key, kind in _COMMON.items()):
-        raise SchemaError(f"{place}: an event has at least the keys event (a string), step and time (numbers)")
-    missing = [key for key in _KEYS.get(event["event"], "").split() if key not in event]
-    if missing:
-        raise SchemaError(f"{place}: this {event['event']} event lacks {', '.join(missing)}")
     return event
+
+
+_Rule = Callable[[object, str], object]  # of a value and its path: SchemaError unless it is as it should be
+
+
+def _check_keys(event: Event, rules: Mapping[str, _Rule]) -> None:
+    missing = [key for key in rules if key not in event and not key.endswith("?")]
+    if missing:
+        kind = "header" if event.get("event") == "header" else f"{event.get('event', '')!s:.40} event".strip()
+        raise SchemaError(f"this {kind} lacks {', '.join(missing)}")
+    for key, rule in rules.items():
+        key = key.rstrip("?")
+        if key in event:
+            rule(event[key], f"/{key}")
+
+
+def _text(value: object, path: str) -> None:
+    """A string of any characters, half a surrogate pair included: a token's text may be one."""
+    if not isinstance(value, str):
+        raise SchemaError(f"a string is wanted, not {describe(value)}", path)
+
+
+def _chunks(value: object, path: str) -> None:
+    for i, chunk in enumerate(_list(value, path)):
+        if len(parts := _list(chunk, f"{path}/{i}")) != 4:
+            raise SchemaError("a chunk is [request, start, count, phase]", f"{path}/{i}")
+        for part, rule in zip(parts, (_ID, _COUNT, _COUNT, Choice(("prefill", "decode")).parse)):
+            rule(part, f"{path}/{i}")
+
+
+def _list(value: object, path: str) -> list[object]:
+    if not isinstance(value, list):
+        raise SchemaError(f"a list is wanted, not {describe(value)}", path)
+    return value
+
+
+def _object(value: object, path: str) -> None:
+    if not isinstance(value, dict):
+        raise SchemaError(f"an object is wanted, not {describe(value)}", path)
+
+
+def _sentences(value: object, path: str) -> None:
+    _object(value, path)
+    assert isinstance(value, dict)
+    for key, sentence in value.items():
+        _text(sentence, pointer(path, key))
+
+
+_TIME = Number(-1e15, 1e15).parse
+_COUNT = Integer(0, 2**53).parse
+_COUNTS = ListOf(Integer(0, 2**53)).parse
+_ID = Text(1).parse
+_IDS = ListOf(Text(1)).parse
+_COMMON: Mapping[str, _Rule] = {"event": _text, "step": _COUNT, "time": _TIME}
+_KEYS: Mapping[str, Mapping[str, _Rule]] = {  # what a reader may rely on, by kind; "?" marks what may be missing
+    "header": {"version": _COUNT, "engine": _text, "backend": _text, "settings": ENGINE_SHAPE.parse,
+               "model": MODEL_SHAPE.parse, "weights_sha256?": Nullable(Text(64, 64)).parse,
+               "quantization?": Nullable(QUANTIZATION_SHAPE).parse, "page_bytes": _COUNT,
+               "num_pages": Integer(1, MAX_PAGES).parse, "weight_bytes": _COUNT,
+               "step_seconds": Nullable(Number(-1e15, 1e15)).parse, "scenario?": _text, "weights?": WEIGHTS_SHAPE.parse,
+               "tokenizer?": TOKENIZER_SHAPE.parse, "checkpoint?": _text},
+    "submit": {"request": _ID, "prompt_tokens": ListOf(Integer(), 1).parse, "max_tokens": _COUNT,
+               "priority?": Integer(-2**53, 2**53).parse, "sampling?": _object, "stop_tokens?": _COUNTS,
+               "cache_salt?": Nullable(Text()).parse},
+    "refuse": {"request": _text, "error": _text},
+    "cancel": {"request": _ID},
+    "inject": {"faults": ListOf(FAULT_SHAPE).parse},
+    "lift": {},
+    "fault": {"kind": _text, "fault": _object},
+    "step": {"budget": _COUNT, "computed": _COUNT, "chunks": _chunks, "admitted": _IDS, "preempted": _IDS,
+             "waiting": _IDS, "running": _IDS, "reasons": _sentences, "found": MapOf(Integer(0, 2**53)).parse,
+             "used_pages": _COUNT, "empty_slots": _COUNT},
+    "pages": {"change": Choice(CHANGES).parse, "request": _text, "pages": _COUNTS, "used_pages": _COUNT},
+    "fork": {"request": _ID, "parent": _ID},
+    "token": {"request": _ID, "index": _COUNT, "token": _COUNT, "text": _text},
+    "finish": {"request": _ID, "reason": Choice(FINISH_REASONS).parse, "tokens": _COUNT, "error?": _text},
+}

@@ -31,6 +31,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
 
+from .console import EXIT_OK, Console, guarded, run_program
 from .errors import SchemaError
 from .schema import (
     MAX_CONTEXT,
@@ -297,12 +298,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, dest=setting, metavar="N", help="engine setting; drawn if not given")
     given = vars(parser.parse_args(arguments))
     engine = {setting: given.pop(setting) for setting in settings.values() if setting in given}
-    try:
-        print(generate_scenario(Workload(**given), **engine).to_json(), end="")
-    except SchemaError as error:
-        parser.error(str(error))
-    return 0
+
+    def work() -> int:
+        Console(sys.stdout).write(generate_scenario(Workload(**given), **engine).to_json())
+        return EXIT_OK
+
+    return guarded(work)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

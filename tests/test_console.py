@@ -1,11 +1,20 @@
-"""Printing that cannot crash a run, and tables."""
+"""Printing that cannot crash a run, tables, and how programs end."""
 
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 import unittest
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
-from starter.console import Console, Table
+from starter.console import Console, Table, guarded
+from starter.errors import RequestError
+from tests.paths import FIXTURE, ROOT
 
 
 class Terminal(io.StringIO):
@@ -56,6 +65,66 @@ class ConsoleTest(unittest.TestCase):
             say("x")
         Table("a", "b").show(console)
         self.assertEqual(terminal.getvalue(), "")
+
+
+PROGRAMS = {"schema": (), "workload": (), "driver": ("--fixture", str(FIXTURE), "--manifest-only")}
+
+
+class ProgramsTest(unittest.TestCase):
+    """Each program of the package, as a program of its own."""
+
+    def start(self, name: str, *arguments: str, **streams: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-m", f"starter.{name}", *arguments], cwd=ROOT, text=True,
+                                env={**os.environ, "PYTHONUNBUFFERED": ""},
+                                **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams})
+
+    def test_a_reader_that_has_seen_enough(self) -> None:
+        for name, arguments in PROGRAMS.items():
+            with self.subTest(name), self.start(name, *arguments) as program:
+                program.stdout.close()  # as `| head -1` does
+                self.assertEqual((program.wait(), program.stderr.read()), (0, ""))
+
+    @unittest.skipUnless(Path("/dev/full").exists(), "no file here stands for a full disk")
+    def test_a_full_disk(self) -> None:
+        for name, arguments in PROGRAMS.items():
+            with self.subTest(name), open("/dev/full", "w", encoding="utf-8") as full:
+                with self.start(name, *arguments, stdout=full) as program:
+                    self.assertRegex(program.stderr.read(), r"\Aerror: [^\n]*No space left[^\n]*\n\Z")
+                self.assertEqual(program.returncode, 2)
+                with self.start(name, "--help", stdout=full) as program:
+                    self.assertNotIn("Traceback", program.stderr.read())
+
+    def test_the_exit_code_tells_when_standard_error_cannot(self) -> None:
+        """It is closed, or the disk is full: bad input is exit code 2 all the same."""
+        bad = {"schema": ("--unknown",), "workload": ("--rate", "0"), "driver": ("--fixture", "nothing.json")}
+        for name, arguments in bad.items():
+            closing = ("import os, sys; os.close(2); "
+                       f"os.execv(sys.executable, [sys.executable, '-m', 'starter.{name}', *{arguments}])")
+            with self.subTest(name):
+                if os.name == "posix":
+                    run = subprocess.run([sys.executable, "-c", closing], cwd=ROOT, capture_output=True, check=False)
+                    self.assertEqual(run.returncode, 2)
+                if Path("/dev/full").exists():
+                    with open("/dev/full", "w", encoding="utf-8") as full, \
+                            self.start(name, *arguments, stderr=full) as program:
+                        self.assertEqual(program.wait(), 2)
+
+    def test_the_schema_takes_no_arguments(self) -> None:
+        with self.start("schema", "surplus") as program:
+            self.assertIn("error: unrecognized arguments: surplus", program.stderr.read())
+        self.assertEqual(program.returncode, 2)
+
+    def test_troubles_that_are_no_bugs_are_one_line(self) -> None:
+        for trouble, code, line in ((RequestError("a bad prompt"), 2, "error: a bad prompt\n"),
+                                    (BrokenPipeError(), 0, ""),
+                                    (OSError(28, "No space"), 2, "error: [Errno 28] No space\n"),
+                                    (MemoryError(), 2, "error: not enough memory; ask for fewer pages\n"),
+                                    (KeyboardInterrupt(), 130, "interrupted\n")):
+            with self.subTest(trouble=trouble), redirect_stderr(io.StringIO()) as told:
+                self.assertEqual(guarded(mock.Mock(side_effect=trouble)), code)
+                self.assertEqual(told.getvalue(), line)
+        self.assertEqual(guarded(lambda: 1), 1)
+        self.assertRaises(ZeroDivisionError, guarded, lambda: 1 // 0)  # a bug stays one
 
 
 class TableTest(unittest.TestCase):

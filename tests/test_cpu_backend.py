@@ -9,7 +9,7 @@ from cmath import rect
 from collections.abc import Sequence
 from math import exp, fsum, inf, isnan, nan, sqrt
 
-from starter.batch import Batch, Piece
+from starter.batch import Batch, Piece, Span
 from starter.cpu_backend import CpuBackend, CpuKVStore, silu
 from starter.quantization import dequantize
 from starter.schema import ModelConfig, QuantizationConfig
@@ -248,8 +248,9 @@ class StoreTest(Case):
     def test_a_token_is_its_layers_one_after_the_other(self) -> None:
         store = CPU.kv_store(self.MODEL, num_pages=1, page_size=1)
         store.write(0, 0, [float(i) for i in range(12)], [float(-i) for i in range(12)])
-        self.assertEqual(store.context(1, 0, [0]), ([array("d", [4, 5])], [(-4.0,), (-5.0,)]))
-        self.assertEqual(store.context(2, 1, [0]), ([array("d", [10, 11])], [(-10.0,), (-11.0,)]))
+        span = Span(first_row=0, count=1, end=1, pages=(0,), context=(0,))
+        self.assertEqual(store.context(1, 0, span), ([array("d", [4, 5])], [(-4.0,), (-5.0,)]))
+        self.assertEqual(store.context(2, 1, span), ([array("d", [10, 11])], [(-10.0,), (-11.0,)]))
 
     def test_a_page_comes_over_from_another_store(self) -> None:
         """As swapping does; and the other store keeps its own."""

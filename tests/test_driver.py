@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from starter import driver
+from starter.chrome_trace import chrome_trace
 from starter.engine import InferenceEngine
 from starter.llama2c import UNSAID, write_llama2c
 from starter.metrics import Metrics
 from starter.play import play
+from starter.report import report_html
 from starter.schema import (
     CharacterVocabulary,
     EngineSettings,
@@ -148,11 +150,25 @@ class ScenarioTest(Case):
                 result = run("--fixture", self.file, *options)
                 self.assertEqual((result.code, result.err), (0, ""))
 
+    def test_a_trace_and_a_page_that_replays_the_run(self) -> None:
+        """Both hold every event, as the timeline file does."""
+        trace, page, lines = (self.folder / name for name in ("t.json", "r.html", "t.jsonl"))
+        result = run("--fixture", self.file, "--clock", "virtual", "--trace", trace, "--report", page,
+                     "--timeline", lines)
+        self.assertEqual((result.code, result.err), (0, ""))
+        events = read_timeline(lines)
+        self.assertEqual(strict_json(trace.read_text(encoding="utf-8"))["traceEvents"], chrome_trace(events))
+        self.assertEqual(page.read_text(encoding="utf-8"), report_html(events))
+        for option in ("--trace", "--report"):
+            with self.subTest(option=option):
+                result = run("--fixture", self.file, option, self.folder / "nowhere" / "file")
+                self.assertEqual((result.code, len(result.err.splitlines())), (2, 1))
+
     def test_quantized_weights_need_not_give_the_golden_tokens_of_the_exact_ones(self) -> None:
         """Unless the scenario itself is quantized: then its golden tokens are of those weights."""
         result = run("--fixture", self.file, "--quantization", "int4")
         self.assertEqual((result.code, result.err), (0, ""))
-        self.assertIn("The golden tokens belong to other weights than these quantized ones", result.out)
+        self.assertIn("The golden tokens belong to other numbers than these quantized ones", result.out)
         self.assertIn(", int4, ", result.out)
         document = strict_json(self.file.read_text(encoding="utf-8"))
         document["quantization"] = {"bits": 4, "group_size": 32, "symmetric": True}
@@ -164,6 +180,9 @@ class ScenarioTest(Case):
         self.assertEqual(result.code, 1)
         self.assertIn(". gone is refused: gone: prompt 2 + max_tokens 20 - 1 = 21 tokens need 6 pages", result.out)
         self.assertIn("DIFFERS from the golden tokens: gone\n", result.out)
+        self.assertRegex(result.out, r"\ngone +0 +refused +differs +gone: prompt 2 \+ max_tokens 20 - 1 = 21 tokens")
+        document = strict_json(run("--fixture", self.file, "--num-pages", 3, "--json").out)
+        self.assertEqual((list(document["refused"]), sorted(document["tokens"])), (["gone"], ["a", "b"]))
 
     def test_several_samples_have_a_line_each(self) -> None:
         request = Request("r", (3, 1), 4, sampling=SamplingParams(temperature=2.0, n=3))

@@ -110,10 +110,10 @@ class Cancel(EngineCase):
         engine = make_engine()
         self.submit(engine, FIVE)
         engine.run()
-        before = self.picture(engine)
+        before = self.picture(engine), engine.timeline.recorded
         for name in FIVE:
             engine.cancel(name)
-        self.assertEqual(self.picture(engine), before)
+        self.assertEqual((self.picture(engine), engine.timeline.recorded), before)
         self.check_outcomes(engine, FIVE)
 
     def test_neighbours_that_are_sampled_draw_the_same(self) -> None:

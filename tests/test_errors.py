@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import unittest
 
 import starter
@@ -39,7 +40,18 @@ class ErrorsTest(unittest.TestCase):
         error = SchemaError("must be 1", "/requests/2/max_tokens")
         self.assertEqual((error.path, error.problem), ("/requests/2/max_tokens", "must be 1"))
         self.assertEqual(str(error), "/requests/2/max_tokens: must be 1")
-        self.assertEqual((SchemaError("is empty").path, str(SchemaError("is empty"))), ("", "(document): is empty"))
+        self.assertEqual((SchemaError("is empty").path, str(SchemaError("is empty"))), ("", "is empty"))
+
+    def test_every_error_survives_the_way_to_another_process(self) -> None:
+        for name in ("EngineError", *FAMILY):
+            kind = getattr(errors, name)
+            for error in (kind("no, it's 'bad'"), *([kind("is odd", "/a/b")] if name == "SchemaError" else [])):
+                error.more = {"pages": 3}
+                for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+                    with self.subTest(name, protocol=protocol):
+                        there = pickle.loads(pickle.dumps(error, protocol))
+                        self.assertIs(type(there), kind)
+                        self.assertEqual((str(there), there.args, vars(there)), (str(error), error.args, vars(error)))
 
     def test_an_unknown_request_reads_as_a_sentence(self) -> None:
         self.assertEqual(str(UnknownRequestError("no request 'r1'")), "no request 'r1'")

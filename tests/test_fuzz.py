@@ -5,12 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import unittest
+from collections.abc import Mapping
 from contextlib import redirect_stderr
 from io import StringIO
 from unittest.mock import patch
 
 from scripts import fuzz
+from starter import scheduler
+from starter.batch import Piece
 from starter.engine import InferenceEngine
+from starter.executor import Executor, Row
 from starter.kv_cache import KVCacheManager
 from starter.pages import PagePool, PrefixIndex
 from starter.sampling import Draws
@@ -70,6 +74,21 @@ class FuzzTest(unittest.TestCase):
     def test_random_numbers_that_depend_on_the_neighbours(self) -> None:
         shared = Draws(fuzz.SamplingParams(), "all", 0, 0)
         with patch.object(Draws, "random", lambda draws: shared._generator.random()):
+            self.assert_noticed()
+
+    def test_a_failure_that_is_passed_on_to_neighbours(self) -> None:
+        """Whoever shares the step with the one at fault ends with it."""
+        def run(executor: Executor, pieces: Mapping[str, Piece]) -> dict[str, Row]:
+            try:
+                return executor._forward(pieces)
+            except Exception as error:
+                return dict.fromkeys(pieces, error)
+
+        with patch.object(Executor, "run", run):
+            self.assert_noticed()
+
+    def test_a_request_that_gives_up_at_its_first_refusal(self) -> None:
+        with patch.object(scheduler, "REFUSAL_LIMIT", 1):
             self.assert_noticed()
 
     def test_the_command(self) -> None:

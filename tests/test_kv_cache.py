@@ -674,9 +674,24 @@ class Arguments(unittest.TestCase):
         kv.release(parent)
         kv.release(child)
         self.assertEqual(told, [
-            ("allocate", "parent", (first, second)), ("share", "child", (first, second)),
-            ("copy", "child", (second, copy)), ("allocate", "child", (added,)),
+            ("allocate", "parent", (first, second)), *[("append", "parent", (first, second))] * 3,
+            ("share", "child", (first, second)), ("copy", "child", (second, copy)), ("append", "child", (first, copy)),
+            ("allocate", "child", (added,)), ("append", "child", (first, copy, added)),
             ("release", "parent", (first, second)), ("release", "child", (first, copy, added))])
+
+    def test_the_observer_is_told_what_can_be_found_and_what_is_evicted(self) -> None:
+        told = []
+        kv = KVCacheManager(3, 2, prefix_sharing=True, observer=lambda *change: told.append(change))
+        tokens = (5, 6, 7, 8, 9)
+        first = kv.allocate("a", 5, tokens)
+        a, b, c = kv.pages(first)
+        kv.commit(first, 5, tokens)
+        kv.release(first)
+        kv.allocate("b", 3, tokens)  # finds a; c is free
+        kv.allocate("c", 1)  # takes what only a later beginning would find
+        self.assertEqual(told, [
+            ("allocate", "a", (a, b, c)), ("publish", "a", (a,)), ("publish", "a", (b,)), ("release", "a", (a, b, c)),
+            ("share", "b", (a,)), ("allocate", "b", (c,)), ("evict", "c", (b,)), ("allocate", "c", (b,))])
 
     def test_hits_and_misses_count_tokens(self) -> None:
         kv = KVCacheManager(4, 2)

@@ -59,19 +59,19 @@ class ScenarioModels(unittest.TestCase):
         self.assertEqual(loaded.model.quantization, config)
         self.assertEqual(quantization_config("int8"), QuantizationConfig(8))
         for wrong in ("int2", 8, True, {}):
-            self.assertRaisesRegex(RequestError, "'int8', 'int4' or a QuantizationConfig", quantization_config, wrong)
+            self.assertRaisesRegex(RequestError, "'int4-search' or a QuantizationConfig", quantization_config, wrong)
 
     def test_corrupting_one_packed_byte_changes_the_output(self) -> None:
         """No float copy of the weights is what is really used."""
-        with InferenceEngine.from_scenario(self.scenario, quantization="int8") as engine:
+        with InferenceEngine.from_scenario(self.scenario, backend="reference", quantization="int8") as engine:
             before = engine.model.forward_uncached([5, 6, 7])
-            matrix = engine.model.layers[0].gate
+            matrix = engine.model.layers[0].gate_up
             object.__setattr__(matrix, "packed", bytes([matrix.packed[0] ^ 0x40]) + matrix.packed[1:])
             self.assertNotEqual(engine.model.forward_uncached([5, 6, 7]), before)
 
     def test_settings_out_of_range_are_named(self) -> None:
         for name, value, path in (("page_size", 0, "/engine/page_size"), ("policy", "lifo", "/engine/policy"),
-                                  ("kv_quantization", "int8", "/engine/kv_quantization"),
+                                  ("kv_quantization", "int4", "/engine/kv_quantization"),
                                   ("pages", 3, "/engine/pages")):
             with self.subTest(name), self.assertRaises(SchemaError) as caught:
                 InferenceEngine.from_scenario(self.scenario, **{name: value})

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from starter.engine import InferenceEngine
-from starter.errors import EngineError
+from starter.errors import EngineError, SchemaError
 from starter.metrics import Metrics, Summary
 from starter.schema import SamplingParams
 from starter.timeline import Event, read_timeline
@@ -105,6 +105,24 @@ class TimesTest(unittest.TestCase):
         for begun in ([], events[:1], events[:2]):
             self.assertEqual((Metrics.of(begun).elapsed_seconds, Metrics.of(begun).tokens_per_second), (0.0, None))
 
+    def test_inter_token_latency_is_between_two_tokens_of_one_request(self) -> None:
+        """Bounds of buckets belong to them: (0.5, 0.75] holds 0.75."""
+        events = [HEADER, submit(0.0, "a"), submit(0.0, "b"), *tokens("a", 1.0, 1.75, 4.0), *tokens("b", 2.0, 92.0)]
+        shown = Metrics.of(events).histograms["itl"]
+        self.assertEqual((shown.count, shown.sum), (3, 0.75 + 2.25 + 90.0))
+        at_most = dict(zip(shown.bounds, shown.counts))
+        self.assertEqual([at_most[bound] for bound in (0.5, 0.75, 1.0, 2.5, 80.0, None)], [0, 1, 1, 2, 2, 3])
+
+    def test_from_submit_to_the_end_and_to_the_first_admission(self) -> None:
+        """However it ended; a resumed request has been admitted before; samples are no further requests."""
+        metrics = Metrics.of([
+            HEADER, submit(1.0, "a"), submit(1.0, "b"), step(3.0, {}, admitted="a"), step(4.0, {}, preempted="a"),
+            step(6.0, {}, admitted="a"), event("fork", 6.0, "a#1", parent="a"), finish(7.0, "a#1"), finish(8.0, "a"),
+            finish(11.0, "b", "cancelled")])
+        self.assertEqual(metrics.queue, Summary(1, 2.0, 2.0, 2.0, 2.0, 2.0))
+        self.assertEqual(metrics.e2e, Summary(2, 8.5, 7.0, 10.0, 10.0, 10.0))
+        self.assertEqual((metrics.histograms["e2e"].count, metrics.histograms["queue"].sum), (2, 2.0))
+
     def test_a_further_sample_of_a_request_is_no_further_request(self) -> None:
         """It has tokens and their times, but no first token of its own, and ends no request."""
         fork = event("fork", 2.0, "a#1", parent="a")
@@ -119,9 +137,11 @@ class CountsTest(unittest.TestCase):
         metrics = Metrics.of([])
         values = metrics.to_dict()
         self.assertEqual(values.pop("finished"), {"stop": 0, "length": 0, "cancelled": 0, "error": 0})
-        self.assertEqual((values.pop("ttft"), values.pop("tpot")), ({"count": 0, **dict.fromkeys(
-            ("mean", "p50", "p90", "p99", "max"))},) * 2)
-        self.assertEqual(values.pop("active_requests"), ())
+        for name in ("ttft", "tpot", "e2e", "queue"):
+            self.assertEqual(values.pop(name), {"count": 0, **dict.fromkeys(("mean", "p50", "p90", "p99", "max"))})
+        for histogram in values.pop("histograms").values():
+            self.assertEqual((set(histogram["counts"]), histogram["sum"]), ({0}, 0.0))
+        self.assertEqual((values.pop("active_requests"), values.pop("model_name")), ((), ""))
         self.assertEqual({name for name, value in values.items() if value is None},
                          {"tokens_per_second", "batch_utilization", "fragmentation_mean"})
         self.assertEqual({value for value in values.values() if value is not None}, {0})
@@ -170,6 +190,24 @@ class CountsTest(unittest.TestCase):
                               step(0.0, {"a": 1, "b": 2}, admitted="ab", found={"a": 2, "b": 1}), step(1.0, {"a": 1})])
         self.assertEqual(metrics.found_tokens, 3)
 
+    def test_prompt_tokens_looked_up_and_processed(self) -> None:
+        """Looked up once, at the first admission, where prefixes are shared; processed with the first token."""
+        events = [submit(0.0, "a", 5), submit(0.0, "b", 3), step(0.0, {}, admitted="a"), step(1.0, {}, preempted="a"),
+                  step(2.0, {}, admitted="a"), *tokens("a", 3.0, 4.0)]
+        for sharing, queried in ((True, 5), (False, 0)):
+            metrics = Metrics.of([{**HEADER, "settings": {"prefix_sharing": sharing}}, *events])
+            self.assertEqual((metrics.queried_tokens, metrics.prefilled_tokens, metrics.prompt_tokens), (queried, 5, 8))
+
+    def test_the_share_of_the_pool_in_use(self) -> None:
+        self.assertEqual(Metrics.of([{**HEADER, "num_pages": 8}, pages(0.0, 6)]).kv_usage, 0.75)
+        self.assertEqual(Metrics.of([HEADER, pages(0.0, 6)]).kv_usage, 0.0)
+
+    def test_a_timeline_with_a_hole_is_bad_input(self) -> None:
+        for wrong in (event("token", 0.0, index=0), finish(0.0), event("fork", 0.0, "b", parent="a"),
+                      step(0.0, {}, admitted="a")):
+            with self.assertRaisesRegex(SchemaError, "event 2, .*is the timeline whole"):
+                Metrics.of([HEADER, wrong])
+
     def test_events_of_unknown_kinds_carry_nothing_that_is_measured(self) -> None:
         events = [HEADER, submit(0.0), *tokens("a", 1.0)]
         self.assertEqual(Metrics.of([*events, event("fault", 1.0, call=3)]), Metrics.of(events))
@@ -193,7 +231,8 @@ class RunTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             engine.timeline.write(Path(folder) / "run.jsonl")
             self.assertEqual(Metrics.of(read_timeline(Path(folder) / "run.jsonl")), metrics)
-        json.dumps(metrics.to_dict(), allow_nan=False)
+        self.assertEqual(json.loads(metrics.to_json()), json.loads(json.dumps(metrics.to_dict())))
+        self.assertEqual(metrics.kv_usage, metrics.kv_pages / engine.kv.total_pages)
         self.assertEqual(metrics.kv_pages, engine.kv.total_pages - engine.kv.free_pages)
         self.assertEqual(metrics.kv_peak_pages, engine.kv.stats().peak_pages)
         self.assertEqual(metrics.kv_peak_bytes, engine.kv.stats().peak_bytes)

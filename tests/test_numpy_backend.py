@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import unittest
+from typing import Any
 
 from starter import InferenceEngine, load_backend, load_scenario
+from starter.backend import KVStore
 from starter.batch import Batch, Piece
+from starter.int8_pages import Int8KVStore
 from starter.model import Model
 from starter.play import play, tokens_of
 from starter.schema import QuantizationConfig
@@ -14,6 +17,7 @@ from starter.weights import seeded_weights
 from tests.extras import needs
 from tests.models import random_config
 from tests.paths import FIXTURE
+from tests.test_backend import check_operations
 
 
 @needs("numpy", "numpy")
@@ -30,7 +34,7 @@ class NumpyBackendTest(unittest.TestCase):
                 tables = [pages[20 * i:20 * i + -(-len(prompt) // page_size)] for i, prompt in enumerate(prompts)]
                 cuts = [0, rng.randrange(1, len(prompts[1])), len(prompts[2]) - 1]
                 results = []
-                for name in ("cpu", "numpy"):
+                for name in ("reference", "numpy"):
                     model = Model(config, weights, load_backend(name))
                     store = model.new_store(60, page_size)
                     early = [Piece(prompt[:cut], 0, table, wants_logits=False)
@@ -73,12 +77,109 @@ class NumpyBackendTest(unittest.TestCase):
         config = random_config(random.Random(3))
         weights = seeded_weights(config, 3)
         models = [Model(config, weights, load_backend(name), QuantizationConfig(bits=4, group_size=4))
-                  for name in ("cpu", "numpy")]
+                  for name in ("reference", "numpy")]
         logits = [model.forward_uncached([1, 2, 3, 4]) for model in models]
         self.assertLess(max(abs(a - b) for a, b in zip(*logits)), 1e-4)
         quantized, plain = (Model(config, weights, load_backend("numpy"), q).forward_uncached([1, 2, 3, 4])
                             for q in (QuantizationConfig(bits=4, group_size=4), None))
         self.assertNotEqual(quantized, plain)
+
+
+@needs("numpy", "numpy")
+class Int8PagesTest(unittest.TestCase):
+    """The format of ``int8_pages.py``; what it promises is tested there."""
+
+    def setUp(self) -> None:
+        import numpy as np
+
+        from starter.numpy_int8_pages import NumpyInt8KVStore
+        self.np, self.made = np, NumpyInt8KVStore
+
+    def check_same_bytes(self, plain: Int8KVStore, fast: Any) -> None:
+        for name in ("key_codes", "key_lows", "key_scales", "value_codes", "value_scales"):
+            self.assertEqual(bytes(memoryview(getattr(plain, name))), getattr(fast, name).tobytes(), name)
+        self.assertEqual({page: bytes(memoryview(tail)) for page, tail in plain.tails.items()},
+                         {page: tail.tobytes() for page, tail in fast.tails.items()})
+        self.assertEqual((plain.width, plain.page_bytes, plain.tail_bytes, plain.peak_tails),
+                         (fast.width, fast.page_bytes, fast.tail_bytes, fast.peak_tails))
+
+    def test_it_has_every_operation_of_a_store(self) -> None:
+        check_operations(self, self.made, KVStore)
+
+    def test_the_same_bytes_as_the_plain_store_and_the_same_attention(self) -> None:
+        """Random batches over pages that are reused, copied and settled, of numbers of every size."""
+        draws = (lambda rng: rng.gauss(0, 1), lambda rng: 50 + rng.random(), lambda rng: rng.gauss(0, 1e-39),
+                 lambda rng: 0.0, lambda rng: rng.choice((1e-3, 30.0)))
+        plain_backend, fast_backend = load_backend("reference"), load_backend("numpy")
+        for seed in range(10):
+            with self.subTest(seed=seed):
+                rng = random.Random(seed)
+                layers, heads, group, width, size = (rng.randint(1, 3) for _ in range(5))
+                plain, fast = (made(layers, heads, width, 8, size) for made in (Int8KVStore, self.made))
+                lengths = [0, 0]
+                for _ in range(12):
+                    i, layer_draws = rng.randrange(2), [rng.choice(draws) for _ in range(heads * width)]
+                    start, count = lengths[i], rng.randint(1, 2 * size)
+                    if start + count > 4 * size:
+                        lengths[i] = 0
+                        continue
+                    batch = Batch.of([Piece([0] * count, start, range(4 * i, 4 * i + 4), False)], size)
+                    for layer in range(layers):
+                        k, v = (self.np.array([[draw(rng) for draw in layer_draws] for _ in range(count)],
+                                              dtype=self.np.float32) for _ in range(2))
+                        q = self.np.array([[rng.gauss(0, 0.1) for _ in range(heads * group * width)]
+                                           for _ in range(count)], dtype=self.np.float32)
+                        wanted = plain_backend.attend(q.tolist(), k.tolist(), v.tolist(), layer, plain, batch)
+                        got = fast_backend.attend(q, k, v, layer, fast, batch)
+                        self.assertLess(abs(got - wanted).max(), 1e-4)
+                    lengths[i] = start + count
+                    for store in (plain, fast):
+                        for page in range(4 * i, 4 * i + lengths[i] // size):
+                            store.settle(page)
+                    self.check_same_bytes(plain, fast)
+                source, target = rng.sample(range(8), 2)
+                for store in (plain, fast):
+                    store.copy_page(source, target)
+                    store.write(3, size - 1, *[[0.5 * c for c in range(store.width)]] * 2)
+                self.check_same_bytes(plain, fast)
+                for slot in range(8 * size):
+                    for mine, theirs in zip(plain.read(*divmod(slot, size)), fast.read(*divmod(slot, size))):
+                        for a, b in zip(mine, theirs, strict=True):
+                            self.assertAlmostEqual(a, b, delta=1e-5)
+
+    def test_what_is_no_number_is_not_lost(self) -> None:
+        """A channel of keys, or a token's values, that hold NaN come back as NaN; their neighbours as they were."""
+        store = self.made(1, 1, 2, 1, 2)
+        store.write(0, 0, [1.0, 5.0], [2.0, 2.0])
+        store.write(0, 1, [float("inf"), 5.0], [float("nan"), 2.0])
+        store.settle(0)
+        tokens = [[[number == number for number in row] for row in store.read(0, offset)] for offset in (0, 1)]
+        self.assertEqual(tokens, [[[False, True], [True, True]], [[False, True], [False, False]]])
+
+    def test_garbage_in_free_pages_reaches_no_output(self) -> None:
+        config = random_config(random.Random(1))
+        model = Model(config, seeded_weights(config, 1), load_backend("numpy"))
+        rows = []
+        for dirty in (False, True):
+            store: Any = model.new_store(4, 4, "int8")
+            if dirty:
+                for numbers in (store.key_lows, store.key_scales, store.value_scales):
+                    numbers[:] = float("nan")
+                store.key_codes[:], store.value_codes[:] = 255, -127
+                store._tail(3)[:] = float("nan")
+            piece = Piece([1, 2, 0, 1, 2, 0], 0, (3, 2), wants_logits=True)
+            rows.append(model.forward(Batch.of([piece], 4), store))
+        self.assertEqual(*rows)
+
+    def test_served_from_int8_pages(self) -> None:
+        """Nearly the tokens of float pages: a long output may part, most do not."""
+        scenario = load_scenario(FIXTURE)
+        assert scenario.golden
+        with InferenceEngine.from_scenario(scenario, "numpy", kv_quantization="int8", num_pages=40) as engine:
+            tokens = tokens_of([event for played in play(engine, scenario) for event in played.events])
+            self.assertIsInstance(engine.kv.store, self.made)
+        equal = sum(tokens[name] == list(golden) for name, golden in scenario.golden.tokens.items())
+        self.assertGreaterEqual(equal, len(tokens) // 2)
 
 
 if __name__ == "__main__":

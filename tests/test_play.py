@@ -9,7 +9,7 @@ from unittest import mock
 
 from starter.engine import InferenceEngine
 from starter.errors import UnknownRequestError
-from starter.faults import SlowConsumer
+from starter.faults import MemoryCut, SlowConsumer
 from starter.play import Played, play, tokens_of
 from starter.schema import (
     CharacterVocabulary,
@@ -61,10 +61,31 @@ class PlayTest(unittest.TestCase):
                                               "c": oracle((2, 7, 1, 8), 5), "d": oracle((5,), 1)})
         self.assertEqual([played.decision.step for played in steps], list(range(2 + 9)))
 
-    def test_steps_go_by_while_nobody_is_there(self) -> None:
-        steps = self.play(scenario([at(Request("d", (5,), 1), 0.0), at(B, 6.0)]))
-        self.assertEqual([played.decision.scheduled_tokens for played in steps], [1, 0, 0, 0, 0, 0] + [1] * 9)
+    def test_idle_time_takes_no_step(self) -> None:
+        """However long it is; what comes later comes so much earlier, and what was to happen in it does not."""
+        for gap in (1, 5, 10**9):
+            with self.subTest(gap=gap):
+                steps = self.play(scenario([at(Request("d", (5,), 1), 3.0), at(B, 3.5 + gap), at(A, 6.0 + gap)],
+                                           [ScenarioEvent(step, "b") for step in (1, 3 + gap, 8 + gap)]))
+                self.assertEqual([(event, step) for event, step in self.happened("submit")],
+                                 [("d", 0), ("b", 1), ("a", 3)])
+                self.assertEqual(self.happened("cancel"), [("b", 5)])
+                self.assertEqual(self.tokens(steps)["b"], oracle((1,), 4))
+                self.assertEqual(self.tokens(steps)["a"], oracle((3, 1, 4), 6))
         self.assertEqual(self.play(scenario([])), [])
+
+    def test_with_faults_idle_steps_are_run(self) -> None:
+        """Their steps count from the injection on."""
+        steps = self.play(scenario([at(Request("d", (5,), 1), 0.0), at(B, 6.0)], faults=(MemoryCut(8, 1, 10),)))
+        self.assertEqual([played.decision.scheduled_tokens for played in steps], [1, 0, 0, 0, 0, 0] + [1] * 9)
+        self.assertEqual([event["step"] for event in self.engine.timeline if event["event"] == "fault"], [8])
+
+    def test_steps_go_by_while_others_are_served(self) -> None:
+        engine = InferenceEngine.from_scenario(scenario([]), clock=VirtualClock())
+        engine.submit([1], 9, request_id="other")
+        list(play(engine, scenario([at(A, 5.0)])))
+        self.assertEqual([(event["request"], event["step"]) for event in engine.timeline
+                          if event["event"] == "submit"], [("other", 0), ("a", 5)])
 
     def test_arrivals_count_from_now_on_an_engine_that_has_worked(self) -> None:
         played = scenario([at(A, 1.0)], [ScenarioEvent(3, "a")])
@@ -99,7 +120,7 @@ class PlayTest(unittest.TestCase):
     def test_no_tokens_wanted(self) -> None:
         steps = self.play(scenario([at(Request("none", (1, 2), 0), 1.0)]))
         self.assertEqual([[(event.token, event.finish_reason) for event in played.events] for played in steps],
-                         [[], [(None, "length")]])
+                         [[(None, "length")]])
         self.assertEqual(self.tokens(steps), {"none": []})
 
     def test_all_samples_are_read_to_their_ends(self) -> None:

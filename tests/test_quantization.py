@@ -28,6 +28,7 @@ KINDS: dict[str, Draw] = {  # one number of a group
     "ones": lambda rng: 1.0,
     "constant no float32 holds": lambda rng: -0.1,
     "mostly zero": lambda rng: rng.choice([0.0, 0.0, 0.0, rng.gauss(0, 1)]),
+    "rectified": lambda rng: max(0.0, rng.gauss(0, 1)),
     "outliers": lambda rng: rng.choice([1e-3, -1e-3, 1e-3, -1e4]) * rng.random(),
     "far, narrow": lambda rng: 1e6 + rng.uniform(0, 1e-3),
     "far, negative": lambda rng: -3e9 - rng.random(),
@@ -283,6 +284,24 @@ class Product(unittest.TestCase):
                         roundings = (columns + 8) * 2.0**-52
                         largest = max(map(abs, row)) + max(q.scales) * 2**bits
                         self.assertLessEqual(abs(float(exact) - y), roundings * largest * sum(map(abs, x)))
+
+    def test_is_near_the_product_of_the_floats(self) -> None:
+        """Half a step in each number: off by sum(scale / 2 * |x|) at most, whatever the shape."""
+        for seed in range(24):
+            rng = random.Random(seed)
+            rows, columns, group_size = rng.randint(1, 12), rng.randint(1, 150), rng.choice([1, 5, 32, None])
+            matrix = draw_rows(rng, KINDS["gaussian"], rows, columns)
+            x = [rng.gauss(0, 1) for _ in range(columns)]
+            for bits, symmetric in FORMATS:
+                with self.subTest(seed=seed, bits=bits, symmetric=symmetric):
+                    q = quantized(matrix, bits, group_size, symmetric)
+                    parts = cut(x, group_size)
+                    for r, (row, y) in enumerate(zip(matrix, matvec(q, x), strict=True)):
+                        scales = q.scales[r * len(parts):(r + 1) * len(parts)]
+                        bound = math.fsum(s / 2 * abs(z) for s, part in zip(scales, parts) for z in part)
+                        exact = math.fsum(w * z for w, z in zip(row, x))
+                        self.assertLessEqual(abs(exact - y), bound * (1 + 1e-9))
+                        self.assertGreater(bound, 0.0)
 
     def test_by_hand(self) -> None:
         q = quantized([[127.0, -1.0, 4.0], [0.0, 0.0, 127.0]], 8, None)

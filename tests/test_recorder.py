@@ -32,8 +32,9 @@ class RecorderTest(unittest.TestCase):
             change, request_id, pages, kv.total_pages - kv.free_pages))
         scheduler = ContinuousBatchScheduler(kv=kv)
         scheduler.submit(Request("r", (1, 2, 3), 1))
-        decision = scheduler.step(8)
-        self.recorder.planned(decision, decision.scheduled_tokens, kv)
+        with self.recorder.planning():
+            decision = scheduler.step(8)
+            self.recorder.planned(decision, decision.scheduled_tokens, kv)
         scheduler.finish("r", "stop")
         self.recorder.event("note")
         self.assertEqual(self.kinds(), ["header", "step", "pages", "pages", "note"])
@@ -41,6 +42,20 @@ class RecorderTest(unittest.TestCase):
         self.assertEqual((step["chunks"], step["used_pages"], step["empty_slots"]), ([["r", 0, 3, "prefill"]], 2, 4))
         self.assertEqual((allocate["change"], allocate["pages"], allocate["used_pages"]), ("allocate", [0, 1], 2))
         self.assertEqual((release["change"], release["used_pages"]), ("release", 0))
+
+    def test_a_plan_that_fails_still_tells_what_it_has_changed(self) -> None:
+        with self.assertRaises(KeyboardInterrupt), self.recorder.planning():
+            self.recorder.page_change("allocate", "r", (1, 2), 2)
+            self.assertEqual(self.kinds(), ["header"])
+            raise KeyboardInterrupt
+        self.recorder.event("note")
+        self.assertEqual(self.kinds(), ["header", "pages", "note"])
+
+    def test_outside_a_plan_everything_is_told_at_once(self) -> None:
+        self.recorder.page_change("release", "r", (1,), 0)
+        self.assertEqual(list(self.recorder.timeline)[1:], [
+            {"event": "pages", "step": 0, "time": 0.0, "change": "release", "request": "r", "pages": [1],
+             "used_pages": 0}])
 
     def test_a_listener_that_fails_is_let_go_and_its_error_told_later(self) -> None:
         heard = []

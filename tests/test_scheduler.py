@@ -513,6 +513,16 @@ class Policies(unittest.TestCase):
         self.assertEqual([scheduler.step(4).admitted for _ in range(3)], [("c",), ("b",), ("a",)])
 
 
+class Told(unittest.TestCase):
+    def test_who_waits_in_order_of_beginning_and_why_in_the_policys_order(self) -> None:
+        scheduler = ContinuousBatchScheduler(1, "priority")
+        for priority in (50, *range(BYPASS_LIMIT + 4)):
+            scheduler.submit(request(f"p{priority}", 2, 9, priority))
+        decision = scheduler.step(8)
+        self.assertEqual(decision.waiting, tuple(f"p{priority}" for priority in range(BYPASS_LIMIT + 4)))
+        self.assertEqual(set(decision.reasons), {"p50", *(f"p{4 + i}" for i in range(BYPASS_LIMIT))})
+
+
 class Swapping(unittest.TestCase):
     def run_two(self, host_pages: int) -> tuple[list[str], KVCacheManager]:
         kv = KVCacheManager(6, 2, host_pages=host_pages)

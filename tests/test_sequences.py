@@ -11,7 +11,7 @@ from starter.sequences import Sequence, WaitingQueue
 
 
 def sequence(name: str, serial: int = 0, rank: float = 0.0, prompt: int = 1, max_tokens: int = 4) -> Sequence:
-    return Sequence(Request(name, [0] * prompt, max_tokens), 0, serial, rank)
+    return Sequence(Request(name, [0] * prompt, max_tokens), 0, (rank, serial))
 
 
 class Remembered(unittest.TestCase):
@@ -20,10 +20,10 @@ class Remembered(unittest.TestCase):
         self.assertEqual((mine.id, mine.known, mine.remaining, mine.decoding), ("r", 5, 5, False))
         mine.computed = 4
         self.assertEqual((mine.remaining, mine.decoding), (1, False))  # the last of a prompt is no decode
-        mine.computed, mine.generated = 5, 1
-        self.assertEqual((mine.known, mine.remaining, mine.decoding), (6, 1, True))
+        mine.computed, mine.known = 5, 6
+        self.assertEqual((mine.generated, mine.remaining, mine.decoding), (1, 1, True))
         mine.computed = 0  # preempted: all that is known is computed again
-        self.assertEqual((mine.known, mine.remaining, mine.decoding), (6, 6, False))
+        self.assertEqual((mine.generated, mine.remaining, mine.decoding), (1, 6, False))
 
     def test_order_is_rank_then_submission(self) -> None:
         ordered = [sequence("a", 5, -1.5), sequence("b", 1, 0.0), sequence("c", 2, 0.0), sequence("d", 0, 0.25)]
@@ -37,7 +37,7 @@ class Remembered(unittest.TestCase):
 class Queue(unittest.TestCase):
     def check(self, queue: WaitingQueue, waiting: list[Sequence], ids: list[str]) -> None:
         self.assertEqual((len(queue), bool(queue)), (len(waiting), bool(waiting)))
-        ordered = sorted(waiting, key=lambda each: (each.rank, each.serial))
+        ordered = sorted(waiting, key=lambda each: each.order)
         for number in (0, 1, 3, len(waiting), len(waiting) + 5):
             self.assertEqual(queue.first(number), ordered[:number])
         self.assertEqual(queue.ids, tuple(ids))
@@ -58,7 +58,7 @@ class Queue(unittest.TestCase):
                         new = sequence(f"r{number}", number, dice.choice((0.0, 1.0, dice.random())))
                     elif operation == "again":  # as after a preemption
                         new = gone.pop(dice.randrange(len(gone)))
-                        new.rank = dice.random()
+                        new.order = dice.random(), new.order[1]
                     elif operation == "reuse":
                         new = sequence(gone.pop().id, number, dice.random())
                     else:

@@ -66,9 +66,10 @@ class ShowTest(unittest.TestCase):
             self.assertIn(words, text)
 
     def test_results_have_a_line_for_each_request(self) -> None:
-        text = self.printed(print_results, self.scenario, self.events, {"exact": "equal"})
+        text = self.printed(print_results, self.events, {"huge": "needs 9 pages"}, {"exact": "equal"})
         lines = {line.split()[0]: line for line in text.splitlines() if line}
-        self.assertEqual(set(lines), {"request", *(request.request_id for request in self.scenario.requests)})
+        self.assertEqual(set(lines), {"request", "huge", *(request.request_id for request in self.scenario.requests)})
+        self.assertRegex(lines["huge"], r"huge +0 +refused +- +needs 9 pages")
         self.assertRegex(lines["exact"], r"exact +24 +length +equal")
         self.assertRegex(lines["none"], r"none +0 +length +- +''")
 

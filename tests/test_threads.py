@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import threading
 import unittest
+from collections.abc import Callable
 from threading import Event, Thread
 
-from starter.errors import EngineError, QueueFullError
+from starter.errors import CapacityError, EngineError, QueueFullError
 from starter.scheduler import ContinuousBatchScheduler
 from tests.support import CONTEXT, FIVE, Ask, FaultyBackend, make_engine, outcome, prompt_of, solo
 
@@ -86,6 +87,43 @@ class Served(ThreadsCase):
         engine.close()
         self.assertEqual(threading.active_count(), before)
         self.assertRaises(EngineError, engine.start)
+
+
+def watched(table: dict, held: Callable[[], bool]) -> dict:
+    """The table, with an assertion before every look at it: the thread that looks holds the lock."""
+    def method(name: str) -> Callable[..., object]:
+        def checked(self: dict, *arguments: object) -> object:
+            assert held(), f"{name} without the lock"
+            return getattr(dict, name)(self, *arguments)
+
+        return checked
+
+    names = ("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "get", "values",
+             "update")
+    return type("Watched", (dict,), {name: method(name) for name in names})(table)
+
+
+class Locked(unittest.TestCase):
+    def test_every_method_holds_the_lock_while_it_looks_at_requests(self) -> None:
+        """Of the engine's tables of requests, and with them of all that hangs on an entry."""
+        engine = make_engine()
+        engine._streams = watched(engine._streams, engine._news._is_owned)
+        engine._samples = watched(engine._samples, engine._news._is_owned)
+        with self.assertRaisesRegex(AssertionError, "get without the lock"):
+            engine._streams.get("r")
+        Ask((1, 2), 4).submit(engine, "r")
+        engine.step()
+        self.assertEqual((engine.active, engine.status("r").state, len(engine.poll("r"))), (("r",), "running", 1))
+        self.assertEqual(len(list(engine.stream("r"))), 3)
+        with self.assertRaises(CapacityError):
+            engine.generate([[1], [2] * CONTEXT], 4)  # the second is refused, the first is cancelled and read
+        Ask((1, 2), 4).submit(engine, "cancelled")
+        engine.cancel("cancelled")
+        Ask((1, 2), 4).submit(engine, "closed")
+        engine.run()
+        engine.metrics()
+        repr(engine)
+        engine.close()
 
 
 class Blocked(ThreadsCase):

@@ -12,11 +12,17 @@ from pathlib import Path
 
 from starter.engine import InferenceEngine
 from starter.errors import RequestError, SchemaError
-from starter.schema import SamplingParams
+from starter.faults import MemoryCut
+from starter.schema import MODEL_SHAPE, REQUEST_SHAPE, Request, SamplingParams, load_scenario
 from starter.timeline import Event, Timeline, VirtualClock, read_timeline
-from tests.support import make_engine, prompt_of
+from tests.paths import FIXTURE
+from tests.support import CONFIG, HEALTHY, make_engine, prompt_of
+from tests.timelines import as_read, full_engine
 
-HEADER = '{"event":"header","step":0,"time":0.0,"version":1}\n'
+HEAD: Event = {"event": "header", "step": 0, "time": 0.0, "version": 2, "step_seconds": 1.0, "engine": "0",
+               "backend": "cpu", "settings": {}, "model": MODEL_SHAPE.dump(CONFIG), "page_bytes": 64, "num_pages": 4,
+               "weight_bytes": 10}
+HEADER = json.dumps(HEAD, separators=(",", ":")) + "\n"
 TOKEN = '{"event":"token","step":3,"time":3.0,"request":"a","index":0,"token":5,"text":"x"}\n'
 
 
@@ -32,11 +38,6 @@ class FolderTest(unittest.TestCase):
             read_timeline(self.path)
         for word in (str(self.path), *words):
             self.assertIn(word, str(caught.exception))
-
-
-def as_read(timeline: Timeline) -> object:
-    """Events with tuples as the lists that JSON makes of them."""
-    return json.loads(json.dumps(list(timeline)))
 
 
 def busy_engine(seed: int) -> InferenceEngine:
@@ -74,21 +75,21 @@ class KeepTest(FolderTest):
     def test_the_last_events_are_kept_and_listeners_get_all(self) -> None:
         timeline, heard, late = Timeline(keep=3), [], []
         timeline.listen(heard.append)
-        timeline.record("header", 0, 0.0, version=1)
+        timeline.record(**HEAD)
         for i in range(5):
             timeline.record("cancel", i, float(i), request=f"r{i}")
         timeline.listen(late.append)
-        timeline.record("finish", 5, 5.0)
+        timeline.record("finish", 5, 5.0, request="r")
         kept = [{"event": "cancel", "step": i, "time": float(i), "request": f"r{i}"} for i in (3, 4)]
-        self.assertEqual(list(timeline), [*kept, {"event": "finish", "step": 5, "time": 5.0}])
+        self.assertEqual(list(timeline), [*kept, {"event": "finish", "step": 5, "time": 5.0, "request": "r"}])
         self.assertEqual(timeline.events, tuple(timeline))
         self.assertEqual((len(timeline), timeline.recorded, len(heard), len(late)), (3, 7, 7, 1))
-        self.assertEqual(timeline.header, {"event": "header", "step": 0, "time": 0.0, "version": 1})
+        self.assertEqual(timeline.header, HEAD)
         self.assertEqual(repr(timeline), "<Timeline: 7 events, 3 kept>")
 
     def test_what_is_written_can_be_read_even_when_the_header_was_dropped(self) -> None:
         timeline = Timeline(keep=2)
-        timeline.record("header", 0, 0.0, version=1)
+        timeline.record(**HEAD)
         for i in range(4):
             timeline.write(self.path)
             self.assertEqual(read_timeline(self.path), [timeline.header, *list(timeline)[i == 0 or i == 1:]])
@@ -108,7 +109,7 @@ class KeepTest(FolderTest):
 
     def test_events_may_come_while_they_are_looked_at(self) -> None:
         timeline = Timeline()
-        timeline.record("header", 0, 0.0, version=1)
+        timeline.record(**HEAD)
         for _ in timeline:
             timeline.record("token", 1, 1.0)
         self.assertEqual(len(timeline), 2)
@@ -118,7 +119,7 @@ class WriteTest(FolderTest):
     def test_any_text_comes_back(self) -> None:
         """Unicode's line separators end no line; half a surrogate pair, which UTF-8 cannot hold, is escaped."""
         timeline = Timeline()
-        timeline.record("header", 0, 0.0, version=1)
+        timeline.record(**HEAD)
         for text in ("世界 😀", "a\nb\r\nc\x0b\x0c\x1c\x1e\x85\u2028\u2029d", '\x00"\\', "\ud800", "\udfff\ud800", ""):
             timeline.record("refuse", 1, 0.1 + 0.2, request="r", error=text)
         timeline.write(self.path)
@@ -161,12 +162,36 @@ class ReadTest(FolderTest):
                 read_timeline(path)
         self.refused(b"", "not a timeline")
         self.refused(TOKEN.encode(), "header")
-        self.refused(HEADER.replace("1}", "2}").encode(), "version 2", "1")
-        self.refused(HEADER.replace(',"version":1', "").encode(), "version None")
+        self.refused(HEADER.replace('version":2', 'version":1').encode(), "version 1", "2")
+        self.refused(HEADER.replace(',"version":2', "").encode(), "version None")
+        self.refused((HEADER * 2).encode(), "more than one header")
 
     def test_an_event_without_what_readers_rely_on(self) -> None:
         self.path.write_text(HEADER + '{"event":"token","step":0,"time":0,"request":"a","index":0}\n', encoding="utf-8")
         self.assertRaisesRegex(SchemaError, "line 2: this token event lacks token, text", read_timeline, self.path)
+
+    def test_every_value_has_the_type_that_readers_rely_on(self) -> None:
+        """Each key of each kind, as a run writes it, with values of all other types in its place."""
+        kinds = {event["event"] + event.get("change", ""): event for event in as_read(full_engine().timeline)}
+        free = {"backend", "engine", "text", "error", "scenario", "quantization", "weights_sha256", "step_seconds",
+                "cache_salt"}
+        for kind, event in kinds.items():
+            for key, value in event.items():
+                for other in ([], {}, "x", -1, 0.5, True, None, [None], [[1]], {"x": None}):
+                    same = type(other) is type(value) and other not in ([None], [[1]])
+                    if same or (key == "time" and other in (-1, 0.5)) or key in free:
+                        continue
+                    with self.subTest(kind=kind, key=key, other=other):
+                        changed = json.dumps({**event, key: other})
+                        line = "line 1" if kind == "header" else "line 2"
+                        head = "" if kind == "header" else HEADER
+                        self.refused((head + changed + "\n").encode(), line)
+
+    def test_what_a_reader_does_not_know_is_left_alone(self) -> None:
+        self.path.write_text(HEADER + '{"event":"news","step":0,"time":0,"x":[1]}\n' + TOKEN[:-2] + ',"y":7}\n',
+                             encoding="utf-8")
+        _, news, token = read_timeline(self.path)
+        self.assertEqual((news["x"], token["y"]), ([1], 7))
 
     def test_damage_is_named_by_file_and_line(self) -> None:
         lines = [HEADER, *[TOKEN] * 5]
@@ -200,6 +225,61 @@ class ReadTest(FolderTest):
     def test_line_ends_of_windows(self) -> None:
         self.path.write_bytes((HEADER + TOKEN).replace("\n", "\r\n").encode())
         self.assertEqual([event["event"] for event in read_timeline(self.path)], ["header", "token"])
+
+
+class ToldTest(FolderTest):
+    """What version 2 tells so that a run can be done again."""
+
+    def test_the_header_holds_the_scenario(self) -> None:
+        fixture = load_scenario(FIXTURE)
+        with InferenceEngine.from_scenario(fixture, clock=VirtualClock(0.5), seed=7, page_size=4) as engine:
+            header = as_read(engine.timeline)[0]
+        self.assertEqual(header["settings"], {**fixture.to_dict()["engine"], "seed": 7, "page_size": 4})
+        for key in ("model", "weights", "tokenizer", "quantization"):
+            self.assertEqual(header[key], fixture.to_dict()[key])
+        self.assertEqual((header["version"], header["scenario"], header["step_seconds"], header["weights_sha256"]),
+                         (2, "tiny_model", 0.5, fixture.weights.sha256))
+        self.assertEqual(InferenceEngine(HEALTHY).timeline.header["step_seconds"], None)
+
+    def test_a_submit_holds_the_request(self) -> None:
+        sampling = SamplingParams(0.5, top_p=0.9, seed=3, logit_bias={2: 1.5}, stop=("ab",), n=2, logprobs=1)
+        engine = make_engine()
+        engine.submit((1, 2), 3, request_id="all", sampling=sampling, priority=-2, stop_tokens=(4,), cache_salt="s")
+        engine.submit((1,), 2, request_id="none")
+        _, full, bare = as_read(engine.timeline)
+        fields = {key: value for key, value in full.items() if key not in ("event", "step", "time", "request")}
+        self.assertEqual(REQUEST_SHAPE.parse({**fields, "request_id": "all"}, ""), Request(
+            "all", (1, 2), 3, sampling=sampling, priority=-2, stop_tokens=(4,), cache_salt="s"))
+        self.assertEqual(bare, {"event": "submit", "step": 0, "time": 0.0, "request": "none", "prompt_tokens": [1],
+                                "max_tokens": 2})
+
+    def test_faults_are_told_when_they_are_injected_when_they_happen_and_when_they_are_lifted(self) -> None:
+        engine = make_engine()
+        engine.inject([MemoryCut(0, 2, 9)])
+        engine.step()
+        engine.inject([])
+        told = [(event["event"], event.get("faults", event.get("change"))) for event in engine.timeline][1:]
+        cut = {"kind": "memory_cut", "step": 0, "pages": 2, "until": 9}
+        self.assertEqual(told, [("inject", [cut]), ("pages", "allocate"), ("fault", None), ("step", None),
+                                ("lift", None), ("pages", "release"), ("inject", [])])
+
+    def test_publish_and_evict(self) -> None:
+        """A page that was published and belongs to nobody is evicted before it is handed out."""
+        engine = make_engine(page_size=2, num_pages=4, prefix_sharing=True)
+        engine.generate([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [1, 2, 3, 4, 5]], 2)
+        published: set[int] = set()
+        seen = Counter()
+        for event in engine.timeline:
+            if event["event"] == "pages":
+                seen[event["change"]] += 1
+                if event["change"] == "publish":
+                    published.update(event["pages"])
+                elif event["change"] == "evict":
+                    self.assertLessEqual(set(event["pages"]), published)
+                    published.difference_update(event["pages"])
+                elif event["change"] == "allocate":
+                    self.assertFalse(set(event["pages"]) & published)
+        self.assertTrue(seen["evict"] and seen["publish"], seen)
 
 
 class RunTest(FolderTest):

@@ -1,0 +1,93 @@
+"""Other people's decoders with our weights in them: oracles of the tests, and peers of ``bench.py``.
+
+    transformers    its LlamaForCausalLM in float32 on PyTorch      pip install '.[oracle]'
+    llama2-py       llama2.c in pure Python                         pip install '.[peers]'
+
+Both are imported when an object is made, so that this module loads without them.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from starter.schema import ModelConfig
+from starter.weights import Tensor
+
+Weights = Mapping[str, Tensor]
+
+
+class Transformers:
+    """A model of ours as a LlamaForCausalLM. Its q_proj and k_proj keep the pairs of the rotary embedding as two halves
+    of a head, ours as neighbours."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+        self.torch = torch
+        self.model = LlamaForCausalLM(LlamaConfig(
+            vocab_size=config.vocab_size, hidden_size=config.width, intermediate_size=config.ffn_width,
+            num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
+            max_position_embeddings=config.max_context, rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=config.tied_output, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+            attn_implementation="eager")).float().eval()
+        state = {}
+        for name, tensor in weights.items():
+            values = torch.tensor(tensor.values, dtype=torch.float32).reshape(tensor.shape)
+            if "q_proj" in name or "k_proj" in name:  # rows of a head: pairs [d/2, 2] -> halves [2, d/2]
+                pairs = values.reshape(-1, config.head_width // 2, 2, config.width)
+                values = pairs.transpose(1, 2).reshape(tensor.shape)
+            state[name] = values
+        if config.tied_output:
+            state["lm_head.weight"] = state["model.embed_tokens.weight"]
+        self.model.load_state_dict(state)  # strict: every tensor has its place, and every place a tensor
+
+    def logits(self, tokens: Sequence[int]) -> list[list[float]]:
+        """After every position."""
+        with self.torch.no_grad():
+            return self.model(self.torch.tensor([list(tokens)]), use_cache=False).logits[0].tolist()
+
+    def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(max_tokens):
+            last = self.logits(tokens)[-1]
+            tokens.append(last.index(max(last)))
+        return tokens[len(prompt):]
+
+
+class Llama2Py:
+    """llama2-py reads the file itself. It knows no grouped attention, so there must be a KV head for every head."""
+
+    def __init__(self, path: Path) -> None:
+        import llama2_py
+        self.module, self.weights = llama2_py, llama2_py.TransformerWeights()
+        with open(path, "rb") as file:
+            sizes = struct.unpack("<7i", file.read(28))
+            tied = sizes[5] > 0
+            self.config = llama2_py.Config(*sizes[:5], abs(sizes[5]), sizes[6])
+            llama2_py.checkpoint_init_weights(self.weights, self.config, file, tied, path.stat().st_size)
+
+    def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        state, tokens = self.module.RunState(), list(prompt)
+        self.module.init_run_state(state, self.config)
+        for position in range(len(prompt) + max_tokens - 1):
+            self.module.transformer(tokens[position], position, self.config, state, self.weights)
+            if position >= len(prompt) - 1:
+                tokens.append(self.module.argmax(state.logits))
+        return tokens[len(prompt):]
+
+
+def ungrouped(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weights]:
+    """The same model with a key/value head of its own for each query head: each is repeated."""
+    group, size = config.heads // config.kv_heads, config.head_width * config.width
+    spread = dict(weights)
+    for name, tensor in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            heads = [tensor.values[i:i + size] for i in range(0, len(tensor.values), size)]
+            values = array("f", [number for head in heads for number in head * group])
+            spread[name] = Tensor((config.width, config.width), values)
+    return replace(config, kv_heads=config.heads), spread

@@ -1,0 +1,86 @@
+"""M3 · What a step of the scheduler decides, and how it says why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class ScheduledChunk(NamedTuple):
+    """``count`` tokens of one request from position ``start`` on; phase "prefill" or "decode".
+
+    The chunk that reaches the end of the known tokens yields the request's next token (its first, after a prompt).
+    """
+
+    request_id: str
+    start: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    phase: str
+
+
+class Reasons(Mapping[str, str]):
+    """Why each request got what it got: {request id: sentence}. A sentence is put together when it is read."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, tuple[str, tuple[object, ...]]] = {}
+
+    def say(self, request_id: str, sentence: str, *values: object) -> None:
+        """Set the sentence of a request; "{}" stands for a value."""
+        self._parts[request_id] = sentence, values
+
+    def __getitem__(self, request_id: str) -> str:
+        sentence, values = self._parts[request_id]
+        return sentence.format(*values)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+@dataclass(frozen=True)
+class ScheduleDecision:
+    """What one step does. The tuples hold request ids; ``finished`` are those that ended since the last decision.
+
+    ``running`` is in the order of admission, ``waiting`` in the order in which they began to wait (again, after a
+    preemption). ``reasons`` says in words why each live request got what it got; of a long queue, those that the policy
+    puts first. ``found`` are prompt tokens of admitted requests that shared pages already hold; coming back after a
+    preemption does not count.
+    """
+
+    step: int
+    budget_tokens: int
+    chunks: tuple[ScheduledChunk, ...]
+    admitted: tuple[str, ...]
+    preempted: tuple[str, ...]
+    finished: tuple[str, ...]
+    waiting: tuple[str, ...]
+    running: tuple[str, ...]
+    reasons: Mapping[str, str]
+    found: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def scheduled_tokens(self) -> int:
+        """Tokens computed in this step, never more than the budget."""
+        return sum(chunk.count for chunk in self.chunks)
+
+
+@dataclass
+class Plan:
+    """A decision in the making."""
+
+    step: int
+    budget: int
+    left: int
+    chunks: list[ScheduledChunk] = field(default_factory=list)
+    admitted: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    found: dict[str, int] = field(default_factory=dict)
+    reasons: Reasons = field(default_factory=Reasons)
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 page", "3 pages"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,124 @@
+"""Optional · The format of ``int8_pages.py``, byte for byte, in NumPy arrays (extra ``numpy``).
+
+Here a block's three numbers are axes of their own: ``key_codes[page, layer, head]`` is [head_width, page_size].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from .batch import Span
+from .int8_pages import SMALLEST_SCALE, cut_by_page
+
+Array = Any  # numpy.ndarray
+
+
+def encode_keys(keys: Array) -> tuple[Array, Array, Array]:
+    """``int8_pages.encode_keys`` of many channels: float32 [..., page_size] -> codes alike, low [...], scale [...]."""
+    numbers = keys.astype(np.float64)
+    finite = np.isfinite(numbers).all(axis=-1)
+    numbers = np.where(finite[..., None], numbers, 0.0)
+    low = numbers.min(axis=-1)
+    scale = np.maximum((numbers.max(axis=-1) - low) / 255, SMALLEST_SCALE).astype(np.float32)
+    codes = np.rint((numbers - low[..., None]) / scale[..., None]).astype(np.uint8)
+    return codes, low, np.where(finite, scale, np.nan)
+
+
+def encode_values(values: Array) -> tuple[Array, Array]:
+    """``int8_pages.encode_value`` of many tokens: float32 [..., head_width] -> codes alike, scale [...]."""
+    numbers = values.astype(np.float64)
+    finite = np.isfinite(numbers).all(axis=-1)
+    numbers = np.where(finite[..., None], numbers, 0.0)
+    scale = np.maximum(abs(numbers).max(axis=-1) / 127, SMALLEST_SCALE).astype(np.float32)
+    return np.rint(numbers / scale[..., None]).astype(np.int8), np.where(finite, scale, np.nan)
+
+
+class NumpyInt8KVStore:
+    """Keys and values of the whole pool as codes, and the tails of the pages that are being filled."""
+
+    def __init__(self, layers: int, kv_heads: int, head_width: int, num_pages: int, page_size: int) -> None:
+        self.kv_heads, self.head_width, self.page_size = kv_heads, head_width, page_size
+        self.width = layers * kv_heads * head_width
+        blocks = (num_pages, layers, kv_heads)
+        self.key_codes = np.zeros((*blocks, head_width, page_size), dtype=np.uint8)
+        self.key_lows = np.zeros((*blocks, head_width), dtype=np.float32)
+        self.key_scales = np.zeros((*blocks, head_width), dtype=np.float32)
+        self.value_codes = np.zeros((*blocks, page_size, head_width), dtype=np.int8)
+        self.value_scales = np.zeros((*blocks, page_size), dtype=np.float32)
+        self.tails: dict[int, Array] = {}
+        self._tail_shape = (layers, kv_heads, page_size, head_width)
+        self.page_bytes = 2 * page_size * self.width + 2 * 4 * self.width + 4 * page_size * layers * kv_heads
+        self.tail_bytes = 4 * page_size * self.width
+        self.peak_tails = 0
+
+    # ------------------------------------------------------------------------------------------- writing
+
+    def write_layer(self, layer: Any, slots: Sequence[int], k: Array, v: Array) -> None:
+        """Put rows [T, kv_heads * head_width] of one layer into their slots."""
+        shape = (len(slots), self.kv_heads, self.head_width)
+        pages, offsets = np.divmod(np.asarray(slots), self.page_size)
+        codes, scales = encode_values(v.reshape(shape))
+        self.value_codes[pages, layer, :, offsets], self.value_scales[pages, layer, :, offsets] = codes, scales
+        for page, offset, key in zip(pages.tolist(), offsets.tolist(), k.reshape(shape)):
+            self._tail(page)[layer, :, offset] = key
+        for page in pages[offsets == self.page_size - 1].tolist():  # these are full: every channel gets its grid
+            codes, lows, scales = encode_keys(self._tail(page)[layer].swapaxes(1, 2))
+            self.key_codes[page, layer], self.key_lows[page, layer], self.key_scales[page, layer] = codes, lows, scales
+
+    def _tail(self, page: int) -> Array:
+        tail = self.tails.get(page)
+        if tail is None:
+            tail = self.tails[page] = np.zeros(self._tail_shape, dtype=np.float32)
+            self.peak_tails = max(self.peak_tails, len(self.tails))
+        return tail
+
+    def settle(self, page: int) -> None:
+        self.tails.pop(page, None)
+
+    # ------------------------------------------------------------------------------------------- reading
+
+    def parts(self, span: Span) -> Iterator[Span]:
+        """Rows of different pages see different numbers."""
+        return cut_by_page(span, self.page_size)
+
+    def context(self, layer: int, part: Span) -> tuple[Array, Array]:
+        """Keys and values that the rows of a part see, [end, kv_heads, head_width] each."""
+        pages = list(part.pages[:part.start // self.page_size + 1])  # the last is the rows' own
+        tail = self._tail(pages[-1])[None, layer].swapaxes(1, 2)
+        keys = np.concatenate([self._keys(pages[:-1], layer), tail])
+        shape = (-1, self.kv_heads, self.head_width)
+        return keys.reshape(shape)[:part.end], self._values(pages, layer).reshape(shape)[:part.end]
+
+    def _keys(self, pages: list[int], layer: Any) -> Array:
+        """Of full pages, dequantized: [pages, page_size, kv_heads, head_width]."""
+        lows, scales = self.key_lows[pages, layer, ..., None], self.key_scales[pages, layer, ..., None]
+        return np.moveaxis(lows + scales * self.key_codes[pages, layer], -1, -3)
+
+    def _values(self, pages: list[int], layer: Any) -> Array:
+        """Dequantized: [pages, page_size, kv_heads, head_width]."""
+        return np.swapaxes(self.value_scales[pages, layer, ..., None] * self.value_codes[pages, layer], -2, -3)
+
+    # --------------------------------------------------------------------------------------------- pages
+
+    def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
+        slot = page * self.page_size + offset
+        for layer, rows in enumerate(np.asarray([key, value], np.float32).reshape(2, self._tail_shape[0], 1, -1
+                                                                                  ).swapaxes(0, 1)):
+            self.write_layer(layer, [slot], *rows)
+
+    def read(self, page: int, offset: int) -> tuple[list[float], list[float]]:
+        every = slice(None)  # layer
+        tail = self.tails.get(page)
+        key = self._keys([page], every)[0, :, offset] if tail is None else tail[:, :, offset]
+        return key.ravel().tolist(), self._values([page], every)[0, :, offset].ravel().tolist()
+
+    def copy_page(self, source: int, target: int, origin: NumpyInt8KVStore | None = None) -> None:
+        origin = origin or self
+        for name in ("key_codes", "key_lows", "key_scales", "value_codes", "value_scales"):
+            getattr(self, name)[target] = getattr(origin, name)[source]
+        self.settle(target)
+        if source in origin.tails:
+            self._tail(target)[:] = origin.tails[source]

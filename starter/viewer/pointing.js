@@ -1,0 +1,72 @@
+// Pointers: dragging on a picture moves the playhead, clicking follows, hovering explains.
+
+function scrubOn(app, panel, frameOf) {
+  let dragging = false;
+  const move = (event) => {
+    const frame = frameOf(panel.place(event)[0], panel);
+    if (frame !== null) app.jump(frame);
+  };
+  panel.box.addEventListener("pointerdown", (event) => {
+    dragging = true;
+    move(event);
+  });
+  panel.box.addEventListener("pointermove", (event) => dragging && event.buttons && move(event));
+  window.addEventListener("pointerup", () => { dragging = false; });
+}
+
+// text(place) is what the tip says there, or null.
+function tipOn(panel, text) {
+  const tip = byId("tip");
+  panel.box.addEventListener("pointermove", (event) => {
+    const words = event.pointerType === "touch" ? null : text(panel.place(event));
+    tip.hidden = !words;
+    if (!words) return;
+    tip.textContent = words;
+    const below = event.clientY + 18, above = event.clientY - tip.offsetHeight - 12;
+    tip.style.left = `${Math.max(8, Math.min(event.clientX + 14, window.innerWidth - tip.offsetWidth - 8))}px`;
+    tip.style.top = `${below + tip.offsetHeight > window.innerHeight ? above : below}px`;
+  });
+  panel.box.addEventListener("pointerleave", () => { tip.hidden = true; });
+}
+
+function pointOnGantt(app, panel) {
+  const chart = panel.picture, {requests, frames, phases} = app.model;
+  const hit = (x, y) => {
+    const request = chart.rowAt(y), frame = x < chart.left ? null : chart.frameAt(x);
+    if (request === null || y - panel.scroll < chart.axis) return null;
+    return {request, frame, phase: frame === null ? -1 : phaseAt(requests[request], frame)};
+  };
+  scrubOn(app, panel, (x) => (x < chart.left ? null : chart.frameAt(x)));
+  panel.box.addEventListener("click", (event) => {
+    const what = hit(...panel.place(event));
+    if (!what) return;
+    if (what.frame === null) app.toggleRequest(what.request); // its name
+    else if (what.phase >= 0 && app.followedRequest !== what.request) app.follow(what.request);
+  });
+  tipOn(panel, (place) => {
+    const what = hit(...place);
+    if (!what || (what.phase < 0 && what.frame !== null)) return null;
+    const name = requests[what.request].id;
+    if (what.frame === null) return name;
+    const reason = reasonsOf(app.model, frames[what.frame]).get(what.request);
+    const first = `${name} · ${app.stepName(what.frame)} · ${say(phases[what.phase])}`;
+    return reason ? `${first}\n${reasonText(reason)}` : first;
+  });
+}
+
+function pointOnPool(app, panel) {
+  const {run, requests} = app.model;
+  panel.box.addEventListener("click", (event) => {
+    const page = panel.picture.pageAt(...panel.place(event));
+    if (page !== null) app.togglePage(page);
+  });
+  tipOn(panel, (place) => {
+    const page = panel.picture.pageAt(...place);
+    if (page === null) return null;
+    const use = app.pages.get(page);
+    if (!use) return say("pageTip", {page, state: say(app.state.published.has(page) ? "pageCached" : "free")});
+    const state = use.owners.map((request) => requests[request].id).join(", ");
+    const counts = `${say("fill", {n: use.filled, size: run.page_size})} · ${say("refs", {n: use.owners.length})}`;
+    return `${say("pageTip", {page, state})}\n${counts}`;
+  });
+}

@@ -1,0 +1,131 @@
+// Every word the page shows, in English and in Chinese, and the engine's reasons put into Chinese.
+//
+//     say("pages", {n: 3})            "3 pages"       {name} stands for a value; "one|many" is chosen by n
+//     reasonText("waits: needs 1 …")  the sentence itself, or its Chinese form where the pattern is known
+"use strict";
+
+const WORDS = {
+  en: {
+    title: "A run, step by step", about: "{steps} · {requests} · {pages} of {size} tokens · budget {budget} tokens a step",
+    steps: "{n} step|{n} steps", requests: "{n} request|{n} requests", pages: "{n} page|{n} pages", pageList: "page {list}|pages {list}",
+    tokens: "{n} token|{n} tokens", sharing: "prefix sharing", noCache: "no KV cache",
+    first: "First step", back: "Step back", play: "Play", pause: "Pause", forward: "Step forward", last: "To the end",
+    scrub: "Step", speed: "Steps per second", language: "中文", languageLabel: "Switch to Chinese", theme: "Light or dark",
+    help: "Keys", zoomIn: "Zoom in", zoomOut: "Zoom out",
+    gantt: "Requests over time", pool: "Page pool", tables: "Block tables", charts: "Measured",
+    stepNumber: "Step {step}", end: "End", clock: "at {time}",
+    waiting: "waiting", prefill: "prefill", decode: "decode", preempted: "preempted", idle: "waits its turn",
+    swapped: "swapped out", outside: "outside the engine",
+    free: "free", cached: "cached", used: "used", shared: "shared", written: "written now", reserved: "reserved, empty",
+    computes: "computes {n} of {budget} budget tokens", nothing: "Nothing is computed in this step.",
+    over: "The run is over: every request has ended.",
+    cut: "The timeline breaks off here; {n} request has not ended.|The timeline breaks off here; {n} requests have not ended.", more: "and {n} more", slots: "{a} of {b} slots",
+    story: "What happened", storyOf: "The story of {id}", pageStory: "The story of page {page}",
+    hint: "Click a request or a page to follow it.", close: "Stop following",
+    poolCounts: "{used} used · {shared} shared · {cached} cached · {free} free",
+    submitted: "{id} arrives with a prompt of {count}; at most {max} new ones",
+    waits: "{id} {reason}", waitsFor: " ({n} step)| ({n} steps)", queued: "waits in the queue, {n} before it",
+    finds: "{id} finds the first {count} of its prompt computed: {pages}, shared with {others}",
+    findsCached: "{id} finds the first {count} of its prompt computed: {pages}, still cached",
+    forks: "{id} starts as another sample of {parent} on its {pages}",
+    takes: "{id} takes {pages}", copies: "{id} is about to write to shared page {from}: it gets a copy, page {to}",
+    prefills: "{id} computes {n} prompt token|{id} computes {n} prompt tokens", prefillsIn: " in {n} step| in {n} steps", again: "{id} computes {n} token again|{id} computes {n} tokens again",
+    decodes: "{id} decodes {n} token|{id} decodes {n} tokens", swapsOut: "{id} moves to host memory and gives up {pages}",
+    swapsIn: "{id} comes back from host memory into {pages}",
+    cancel: "{id} is cancelled", ends: "{id} ends ({reason}) with {n} token|{id} ends ({reason}) with {n} tokens",
+    error: "{id} fails: {error}", refuse: "{id} is refused: {error}", fault: "fault on purpose: {kind} {about}",
+    holds: "{id} holds {pages} from outside", evicts: "cached content is given up for it: {pages}",
+    stop: "end token", length: "all tokens", cancelled: "cancelled",
+    prompt: "prompt", output: "output", times: "times", pagesNow: "pages now", neverShared: "never shared a page", sharesWith: "{pages} with {others}",
+    pageFree: "free", pageCached: "cached: its content can still be found",
+    pageTip: "page {page} · {state}", fill: "{n} of {size} slots filled", refs: "reference count {n}",
+    chartPages: "pages in use", chartBatch: "batch utilization", chartEmpty: "empty slots (fragmentation)",
+    chartActive: "running, waiting", chartTtft: "time to first token, median", chartTpot: "time per output token, median",
+    mean: "mean {value}", peak: "peak {value}", meanSlots: "mean {value} slots",
+    keys: "Space play or pause · ← → one step · Shift ten · Home End · ↑ ↓ follow the next request · Esc stop following · + − zoom · L language · T theme",
+  },
+  zh: {
+    title: "逐步回放", about: "{steps} · {requests} · {pages}，每页 {size} 个词元 · 每步预算 {budget} 个词元",
+    steps: "{n} 步", requests: "{n} 个请求", pages: "{n} 页", pageList: "第 {list} 页", tokens: "{n} 个词元", sharing: "前缀共享", noCache: "无 KV 缓存",
+    first: "回到开头", back: "上一步", play: "播放", pause: "暂停", forward: "下一步", last: "到结尾",
+    scrub: "步", speed: "每秒步数", language: "English", languageLabel: "切换到英文", theme: "浅色或深色",
+    help: "按键", zoomIn: "放大", zoomOut: "缩小",
+    gantt: "请求时间线", pool: "页池", tables: "块表", charts: "指标",
+    stepNumber: "第 {step} 步", end: "结束", clock: "{time}",
+    waiting: "等待", prefill: "预填充", decode: "解码", preempted: "被抢占", idle: "轮候",
+    swapped: "已换出", outside: "引擎之外",
+    free: "空闲", cached: "缓存", used: "占用", shared: "共享", written: "正在写入", reserved: "已预留，未写",
+    computes: "计算 {n} 个词元，预算 {budget}", nothing: "这一步不计算任何词元。",
+    over: "运行结束：所有请求均已完成。", cut: "时间线到此中断；还有 {n} 个请求未完成。", more: "还有 {n} 个", slots: "槽位 {a} / {b}",
+    story: "发生了什么", storyOf: "{id} 的经历", pageStory: "第 {page} 页的经历",
+    hint: "点击一个请求或一页，即可跟踪它。", close: "停止跟踪",
+    poolCounts: "占用 {used} · 共享 {shared} · 缓存 {cached} · 空闲 {free}",
+    submitted: "{id} 到达：提示 {count}，最多生成 {max} 个",
+    waits: "{id} {reason}", waitsFor: "（{n} 步）", queued: "排队等待，前面还有 {n} 个",
+    finds: "{id} 的提示中前 {count}已算好：{pages}，与 {others} 共享",
+    findsCached: "{id} 的提示中前 {count}已算好：{pages}，仍在缓存中",
+    forks: "{id} 作为 {parent} 的另一个样本，从它的{pages}开始",
+    takes: "{id} 取得{pages}", copies: "{id} 要写入共享的第 {from} 页：先复制为第 {to} 页",
+    prefills: "{id} 计算 {n} 个提示词元", prefillsIn: "，分 {n} 步", again: "{id} 重新计算 {n} 个词元",
+    decodes: "{id} 解码 {n} 个词元", swapsOut: "{id} 换出到主机内存，交回{pages}",
+    swapsIn: "{id} 从主机内存换回，放入{pages}",
+    cancel: "{id} 被取消", ends: "{id} 结束（{reason}），共 {n} 个词元",
+    error: "{id} 失败：{error}", refuse: "{id} 被拒绝：{error}", fault: "故意注入的故障：{kind} {about}",
+    holds: "{id} 在引擎之外占用{pages}", evicts: "为它放弃缓存内容：{pages}",
+    stop: "结束词元", length: "词元已满", cancelled: "已取消",
+    prompt: "提示", output: "输出", times: "时间", pagesNow: "当前页", neverShared: "从未共享任何页", sharesWith: "{pages}，与 {others}",
+    pageFree: "空闲", pageCached: "缓存：内容仍可被找到",
+    pageTip: "第 {page} 页 · {state}", fill: "{size} 个槽位已填 {n} 个", refs: "引用计数 {n}",
+    chartPages: "占用的页", chartBatch: "批利用率", chartEmpty: "空槽位（内部碎片）",
+    chartActive: "运行、等待", chartTtft: "首词元时间（中位数）", chartTpot: "每词元时间（中位数）",
+    mean: "平均 {value}", peak: "峰值 {value}", meanSlots: "平均 {value} 个",
+    keys: "空格 播放/暂停 · ← → 单步 · Shift 十步 · Home End 首尾 · ↑ ↓ 跟踪下一个请求 · Esc 停止跟踪 · + − 缩放 · L 语言 · T 主题",
+  },
+};
+
+// The scheduler's sentences (scheduler.py) and their Chinese forms; one that is not here is shown as it is.
+const REASONS = [
+  [/^waits: needs (\d+) pages?, (\d+) free; (.+) frees (\d+) at its end, at most (\d+) tokens? away$/,
+    "等待：需要 $1 页，空闲 $2 页；$3 结束时交回 $4 页，最多还要 $5 个词元"],
+  [/^waits: needs (\d+) pages?, (\d+) free; no running request will free any: pages are held from outside$/,
+    "等待：需要 $1 页，空闲 $2 页；没有运行中的请求会交回页：页被引擎之外占用"],
+  [/^waits: (\d+) of at most (\d+) requests are running$/, "等待：已有 $1 个请求在运行，上限 $2 个"],
+  [/^waits: (\d+) of (\d+) budget tokens are left after the decodes, and (\d+) prompts are already being computed$/,
+    "等待：解码之后预算 $2 只剩 $1 个词元，已有 $3 个提示在计算"],
+  [/^waits: no admission in a step that had to preempt$/, "等待：发生抢占的一步不接纳新请求"],
+  [/^waits: static batching, the batch of (.+) must end first$/, "等待：静态批处理，要等 $1 这一批结束"],
+  [/^waits: this step's budget is 0$/, "等待：这一步的预算为 0"],
+  [/^waits: (.+) lacks pages and was overtaken (\d+) times, so the queue holds for it$/,
+    "等待：$1 缺页且已被超越 $2 次，队列为它停下"],
+  [/^waits for its turn: (\d+) requests want a part of the (\d+) budget tokens$/, "轮候：$1 个请求分享 $2 个词元的预算"],
+  [/^preempted: (.+) needs a page and none is free; (.+) is last in order, gives back (\d+) pages? and will compute its (\d+) tokens again$/,
+    "被抢占：$1 需要一页而没有空闲；$2 排在最后，交回 $3 页，以后重新计算 $4 个词元"],
+  [/^preempted: (.+) needs a page and none is free; (.+) is last in order, gives back (\d+) pages? and keeps its (\d+) tokens in host pages$/,
+    "被抢占：$1 需要一页而没有空闲；$2 排在最后，交回 $3 页，$4 个词元保留在主机页中"],
+  [/^decodes position (\d+): token (\d+) of at most (\d+)$/, "解码位置 $1：第 $2 个词元，最多 $3 个"],
+  [/^admitted; prefills positions (\d+) to (\d+) of (\d+)(?:, (\d+) left for later steps \(budget (\d+)\))?$/,
+    (m) => `获准运行；预填充位置 ${m[1]} 到 ${m[2]}，共 ${m[3]}` + (m[4] ? `，${m[4]} 个留给后面的步（预算 ${m[5]}）` : "")],
+  [/^prefills positions (\d+) to (\d+) of (\d+)(?:, (\d+) left for later steps \(budget (\d+)\))?$/,
+    (m) => `预填充位置 ${m[1]} 到 ${m[2]}，共 ${m[3]}` + (m[4] ? `，${m[4]} 个留给后面的步（预算 ${m[5]}）` : "")],
+];
+
+let language = "en";
+
+function setLanguage(name) {
+  language = Object.hasOwn(WORDS, name) ? name : "en";
+}
+
+function say(key, values = {}) {
+  const forms = WORDS[language][key].split("|");
+  const form = forms.length > 1 && values.n !== 1 ? forms[1] : forms[0];
+  return form.replace(/\{(\w+)\}/g, (whole, name) => (name in values ? values[name] : whole));
+}
+
+function reasonText(sentence) {
+  if (language !== "zh") return sentence;
+  for (const [pattern, form] of REASONS) {
+    const match = pattern.exec(sentence);
+    if (match) return typeof form === "function" ? form(match) : form.replace(/\$(\d)/g, (_, i) => match[i]);
+  }
+  return sentence;
+}

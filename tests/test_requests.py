@@ -1,0 +1,58 @@
+"""Requests and how they sample: what Python callers give is checked as what stands in a file is."""
+
+from __future__ import annotations
+
+import math
+import unittest
+from typing import Any
+
+from starter.errors import CapacityError, RequestError
+from starter.model_config import ModelConfig
+from starter.requests import Request, SamplingParams
+
+MODEL = ModelConfig(vocab_size=5, width=8, layers=1, heads=4, kv_heads=2, ffn_width=6, max_context=9)
+
+
+class RequestsTest(unittest.TestCase):
+    def test_requests(self) -> None:
+        wrong: dict[str, tuple[Any, ...]] = {
+            "request_id": ("", 3, None),
+            "prompt_tokens": ((), "abc", b"abc", 3, (1, True), (1, -1), (1.0,), ("1",), (None,)),
+            "max_tokens": (-1, 1.0, True, "5", None),
+            "arrival": (-1.0, math.nan, "0", True),
+            "priority": (0.5, False),
+            "stop_tokens": ((-1,), (True,)),
+            "sampling": (None, {}),
+            "cache_salt": ("", 3, "half a pair \ud800"),
+        }
+        for name, values in wrong.items():
+            for value in values:
+                with self.subTest(name=name, value=value), self.assertRaises(RequestError):
+                    Request(**{"request_id": "r", "prompt_tokens": (1,), "max_tokens": 1, name: value})
+        request = Request("r", [1, 2], 0, stop_tokens=[3])
+        self.assertEqual((request.prompt_tokens, request.stop_tokens), ((1, 2), (3,)))
+        self.assertEqual(hash(request), hash(Request("r", (1, 2), 0, stop_tokens=(3,))))
+
+    def test_a_request_against_a_model(self) -> None:
+        model = MODEL
+        Request("r", (4,) * 9, 0).check_against(model)
+        Request("r", (4,), 8).check_against(model)
+        for prompt, max_tokens, error in (((5,), 1, RequestError), ((4,) * 10, 0, CapacityError),
+                                          ((4,), 9, CapacityError), ((4,), 10**18, CapacityError)):
+            with self.subTest(prompt=prompt, max_tokens=max_tokens), self.assertRaises(RequestError) as caught:
+                Request("r", prompt, max_tokens).check_against(model)
+            self.assertIs(type(caught.exception), error)
+
+    def test_sampling(self) -> None:
+        wrong: dict[str, tuple[Any, ...]] = {
+            "temperature": (-0.1, math.nan, math.inf, True), "top_k": (-1, 1.0, True), "top_p": (-0.1, 1.1, "1"),
+            "min_p": (2, None), "seed": (-1, 0.0, False),
+        }
+        for name, values in wrong.items():
+            for value in values:
+                with self.subTest(name=name, value=value), self.assertRaises(RequestError):
+                    SamplingParams(**{name: value})
+
+
+if __name__ == "__main__":
+    unittest.main()
