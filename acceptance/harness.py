@@ -7,7 +7,14 @@
             request = run.submit(run.prompt(5), 8)
             run.finish()                                 # steps, reads and checks everything
 
-Models, weights and prompts are drawn anew in every run from one seed; a failure prints how to replay it.
+Models, weights and prompts are drawn anew in every run from one seed. A failure reads:
+
+    V6: what must hold, in one sentence.
+      expected: [3, 1, 4]
+      happened: [3, 1, 5]
+      hint:     where to look
+      why:      what is at stake (why.py)
+      replay:   the command that runs this test again, with the same draws, and keeps the timelines of its engines
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ import tempfile
 import time
 import unittest
 from _thread import interrupt_main
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from threading import Timer
@@ -34,11 +42,13 @@ GENUINE = [(owner, name, getattr(owner, name)) for owner, names in (  # as they 
     (unittest.TestCase, ("run", "fail", "assertEqual")), (json, ("loads", "dumps"))) for name in names]
 
 import starter  # its names are imported when first used, so one missing module fails its tests alone
+from why import why
 
 SWITCH = "RUN_STUDENT_ACCEPTANCE"
 SEED = os.environ.get("P07_SEED") or str(random.SystemRandom().randrange(1_000_000))
 PATIENCE = 2_000  # steps after which a request that is still live counts as starved
-HANG_SECONDS = 30  # a test that takes longer is interrupted
+HANG_SECONDS = int(os.environ.get("P07_HANG_SECONDS", "30"))  # a test that takes longer is interrupted
+TIMELINES = os.environ.get("P07_TIMELINES")  # folder in which every engine's timeline is kept
 TOLERANCE = 1e-3  # of logarithms of probabilities; float64 stays below 1e-12
 
 
@@ -67,8 +77,8 @@ def _explained(test):
             what += "\n  hint:     this part is still to be written"
         case = f"\n  case:     {self.case}" if self.case else ""
         name = ".".join(self.id().split(".")[-2:])
-        replay = f"{SWITCH}=1 P07_SEED={SEED} python3 -m unittest discover -s acceptance -k {name}"
-        message = f"{rule}\n  {what}{case}\n  replay:   {replay}"
+        replay = f"python3 -m acceptance {name} --seed {SEED} --timelines replay"
+        message = f"{rule}\n  {what}{case}\n  why:      {why(rule)}\n  replay:   {replay}"
         raise AssertionError(message).with_traceback(error.__traceback__) from None
 
     return run
@@ -81,6 +91,23 @@ def _short(value, other):
         return text[:400]
     index = next((i for i, (a, b) in enumerate(zip(value, other)) if a != b), min(len(value), len(other)))
     return f"{len(value)} items, from index {index} on {value[index:index + 8]!r}"[:400]
+
+
+def _plain(value):
+    """The value as built-in data, which compares as it should, whatever its classes say of themselves."""
+    kind = type(value)
+    if kind in (int, float, str, bytes, bool, type(None)):
+        return value
+    if isinstance(value, float):  # of an array package, say
+        return float.__add__(value, 0.0)
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(_plain(item) for item in value)
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return kind.__name__, [(field.name, _plain(getattr(value, field.name))) for field in fields(value)]
+    raise AssertionError(f"happened: an object of class {kind.__name__}\n  hint:     plain data is wanted here: "
+                         "built-in numbers, texts, lists, tuples and dictionaries")
 
 
 class SkipPart(Exception):
@@ -113,7 +140,8 @@ class Case(unittest.TestCase):
         interrupt_main()
 
     def same(self, got, expected, hint):
-        """``got`` must equal ``expected``."""
+        """``got`` must equal ``expected``, as plain data."""
+        got, expected = _plain(got), _plain(expected)
         if got != expected:
             self._fail(f"expected: {_short(expected, got)}\n  happened: {_short(got, expected)}", hint)
 

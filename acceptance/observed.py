@@ -7,8 +7,10 @@ live requests alone. At the end: every request has its events, its tokens equal 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
 
-from harness import PATIENCE, TOLERANCE, Clock, Meter, starter, tiny_scenario
+from harness import PATIENCE, TIMELINES, TOLERANCE, Clock, Meter, starter, tiny_scenario
 from oracle import Oracle
 
 
@@ -53,9 +55,19 @@ class Run:
         self.engine = starter.InferenceEngine.from_scenario(
             self.scenario, backend=self.meter, weights_seed=self.weights_seed, clock=self.clock, **self.settings)
         case.addCleanup(self.engine.close)
+        if TIMELINES:
+            case.addCleanup(self._keep_timeline)
         self.lives, self.decisions, self.sharing = {}, [], self.settings["prefix_sharing"]
         self.peak_pages = 0
         self._oracle = None
+
+    def _keep_timeline(self):
+        """In a file of its own, numbered in the order in which a test made its engines."""
+        folder = Path(TIMELINES)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = self.case.id().rpartition(".")[2]
+        number = next(n for n in count(1) if not (folder / f"{name}-{n}.jsonl").exists())
+        self.engine.timeline.write(folder / f"{name}-{number}.jsonl")
 
     @property
     def oracle(self):

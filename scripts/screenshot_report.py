@@ -25,7 +25,7 @@ from starter.schema import load_scenario
 from starter.timeline import VirtualClock
 
 PROGRAMS = (("chromium", "chromium-browser", "google-chrome", "chrome"), ("chromedriver", "chromium.chromedriver"))
-PICTURE = "step=7"  # what the picture shows
+PICTURE = "step=10"  # what the picture shows
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
          "--disable-background-networking", "--disable-component-update", "--disable-sync")
 
@@ -98,7 +98,7 @@ def main() -> int:
     scenario = load_scenario(ROOT / "fixtures" / "tiny_model.json")
     with tempfile.TemporaryDirectory() as folder, Browser() as browser:
         path = Path(folder) / "report.html"
-        with InferenceEngine.from_scenario(scenario, clock=VirtualClock(), prefix_sharing=True) as engine:
+        with InferenceEngine.from_scenario(scenario, clock=VirtualClock()) as engine:
             for _ in play(engine, scenario):
                 pass
             write_report(engine.timeline.events, path)

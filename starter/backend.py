@@ -94,15 +94,18 @@ class Backend(Protocol):
     def norm(self, x: Hidden, gain: Vector, epsilon: float) -> Hidden:
         """Root-mean-square norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + epsilon) * gain, row by row."""
 
-    def linear(self, matrix: Matrix, x: Hidden) -> Hidden:
-        """x @ matrix.T: [T, columns] -> [T, rows]."""
+    def norm_heads(self, x: Hidden, gain: Vector, epsilon: float) -> Hidden:
+        """The same for each head of a row on its own, a head being as long as the gain."""
+
+    def linear(self, matrix: Matrix, x: Hidden, bias: Vector | None = None) -> Hidden:
+        """x @ matrix.T + bias: [T, columns] -> [T, rows]."""
 
     def split(self, x: Hidden, widths: Sequence[int]) -> list[Hidden]:
         """Cut every row into parts of these widths: [T, sum(widths)] -> one [T, width] for each."""
 
-    def rotate(self, x: Hidden, positions: Sequence[int], head_width: int, theta: float) -> Hidden:
-        """Rotary embedding (Su et al. 2021, "RoFormer"): in each head turn the pair (2i, 2i + 1) of a row
-        at position p by the angle p * theta ** (-2i / head_width)."""
+    def rotate(self, x: Hidden, positions: Sequence[int], frequencies: tuple[float, ...]) -> Hidden:
+        """Rotary embedding (``rotary.py``): in each head turn the pair (2i, 2i + 1) of a row at position p by the
+        angle p * frequencies[i]. A head has two numbers for each frequency."""
 
     def attend(self, q: Hidden, k: Hidden, v: Hidden, layer: int, store: Any, batch: Batch) -> Hidden:
         """Write the batch's keys and values [T, kv_width] into its slots, then let every row's heads look at its

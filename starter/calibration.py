@@ -23,7 +23,7 @@ from copy import copy
 from operator import add, mul
 from typing import Any
 
-from .backend import Backend, Hidden, Matrix
+from .backend import Backend, Hidden, Matrix, Vector
 from .batch import Batch, Piece
 from .errors import RequestError
 from .model import Model
@@ -39,12 +39,12 @@ class WatchedBackend:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def linear(self, matrix: Matrix, x: Hidden) -> Hidden:
+    def linear(self, matrix: Matrix, x: Hidden, bias: Vector | None = None) -> Hidden:
         """As the backend does."""
         for row in self._backend.to_lists(x):
             rows, sums = self._seen.get(id(matrix), (0, [0.0] * len(row)))
             self._seen[id(matrix)] = rows + 1, list(map(add, sums, map(mul, row, row)))
-        return self._backend.linear(matrix, x)
+        return self._backend.linear(matrix, x, bias)
 
     def mean_squares(self, matrix: Matrix) -> list[float]:
         """Of each column's inputs so far; empty for a matrix that multiplied nothing."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from io import StringIO
+from shutil import get_terminal_size
 from typing import NoReturn, TextIO
 
 from .errors import EngineError
@@ -39,11 +40,21 @@ class Console:
         self.write(text + "\n")
 
     def progress(self, text: str) -> None:
-        """Replace the progress line; "" removes it. Terminals only."""
+        """Replace the progress line; "" removes it. Terminals only, and no more than fits on a line."""
         if self._quiet or self._stream is None or not self._stream.isatty():
             return
+        text = text[:get_terminal_size().columns - 1]
         self.write("\r" + text.ljust(len(self._progress)) + ("" if text else "\r"))
         self._progress = text
+
+    @contextmanager
+    def working(self, text: str = "") -> Iterator[Callable[[str], None]]:
+        """A progress line while the block runs, gone when it ends, however it ends; it is given ``progress``."""
+        self.progress(text)
+        try:
+            yield self.progress
+        finally:
+            self.progress("")
 
 
 class Table:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from math import cos, exp, sin, sqrt
 from operator import add, mul
 from typing import Union
@@ -81,7 +81,15 @@ class CpuBackend:
         scale = 1.0 / sqrt(dot(row, row) / len(row) + epsilon)
         return [value * scale * g for value, g in zip(row, gain)]
 
-    def linear(self, matrix: Matrix, x: Rows) -> Rows:
+    def norm_heads(self, x: Rows, gain: Row, epsilon: float) -> Rows:
+        heads = ([row[start:start + len(gain)] for start in range(0, len(row), len(gain))] for row in x)
+        return [list(chain.from_iterable(self.norm(parts, gain, epsilon))) for parts in heads]
+
+    def linear(self, matrix: Matrix, x: Rows, bias: Row | None = None) -> Rows:
+        rows = self._products(matrix, x)
+        return rows if bias is None else [list(map(add, row, bias)) for row in rows]
+
+    def _products(self, matrix: Matrix, x: Rows) -> Rows:
         if isinstance(matrix, QuantizedTensor):
             return [matvec(matrix, row) for row in x]
         return [[dot(weights, row) for weights in matrix] for row in x]
@@ -90,11 +98,11 @@ class CpuBackend:
         ends = list(accumulate(widths))
         return [[row[end - width:end] for row in x] for width, end in zip(widths, ends)]
 
-    def rotate(self, x: Rows, positions: Sequence[int], head_width: int, theta: float) -> Rows:
-        return [self._rotate_row(row, position, head_width, theta) for row, position in zip(x, positions)]
+    def rotate(self, x: Rows, positions: Sequence[int], frequencies: tuple[float, ...]) -> Rows:
+        return [self._rotate_row(row, position, frequencies) for row, position in zip(x, positions)]
 
-    def _rotate_row(self, row: Row, position: int, head_width: int, theta: float) -> list[float]:
-        turns = rotary_turns(position, head_width, theta) * (len(row) // head_width)
+    def _rotate_row(self, row: Row, position: int, frequencies: tuple[float, ...]) -> list[float]:
+        turns = rotary_turns(position, frequencies) * (len(row) // (2 * len(frequencies)))
         turned: list[float] = []
         for (c, s), a, b in zip(turns, row[0::2], row[1::2]):
             turned += (a * c - b * s, a * s + b * c)
@@ -147,9 +155,9 @@ def attention(query: Row, keys: Sequence[Row], columns: Sequence[Row]) -> list[f
 
 
 @lru_cache(maxsize=65_536)
-def rotary_turns(position: int, head_width: int, theta: float) -> tuple[tuple[float, float], ...]:
+def rotary_turns(position: int, frequencies: tuple[float, ...]) -> tuple[tuple[float, float], ...]:
     """(cos, sin) of the angle of each pair of a head at a position."""
-    angles = [position * theta ** (-pair / head_width) for pair in range(0, head_width, 2)]
+    angles = [position * frequency for frequency in frequencies]
     return tuple((cos(angle), sin(angle)) for angle in angles)
 
 

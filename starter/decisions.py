@@ -66,6 +66,15 @@ class ScheduleDecision:
         """Tokens computed in this step, never more than the budget."""
         return sum(chunk.count for chunk in self.chunks)
 
+    def __repr__(self) -> str:
+        batch = " ".join(f"{chunk.request_id}+{chunk.count}" for chunk in self.chunks)
+        return (f"<ScheduleDecision: step {self.step}, {self.scheduled_tokens} of {self.budget_tokens} tokens: "
+                f"{batch or 'nothing'}; {len(self.waiting)} wait>")
+
+    def _repr_html_(self) -> str:
+        from .notebook import schedule
+        return schedule(self)
+
 
 @dataclass
 class Plan:

@@ -2,6 +2,7 @@
 
     python3 starter/driver.py --fixture fixtures/tiny_model.json
     python3 starter/driver.py --checkpoint MODEL --prompt "Once upon a time" --max-tokens 64
+    python3 starter/driver.py --checkpoint MODEL --backend numpy --chat "What is the capital of France?"
 
 Exit code 0: all went well and the output equals the golden tokens. 1: it differs, or a prompt could not be finished.
 2: bad input, said in one line.
@@ -22,14 +23,15 @@ from typing import Any
 if not __package__:  # run as a file: make the package importable, and its modules not importable by bare names
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from starter.chat import chat_prompt
 from starter.chrome_trace import write_chrome_trace
 from starter.console import EXIT_DIFFERS, EXIT_OK, Console, complain, guarded, run_program
 from starter.engine import InferenceEngine
 from starter.errors import RequestError
-from starter.loading import quantization_config
+from starter.loading import load_checkpoint_model, quantization_config
 from starter.play import play, tokens_of
 from starter.report import write_report
-from starter.schema import QuantizationConfig, SamplingParams, Scenario, TokenEvent, load_scenario
+from starter.schema import EngineSettings, QuantizationConfig, SamplingParams, Scenario, TokenEvent, load_scenario
 from starter.show import StepPrinter, print_manifest, print_metrics, print_results
 from starter.streams import sample_id
 from starter.timeline import VirtualClock
@@ -49,8 +51,10 @@ def _run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse options that would be ignored."""
-    if options.fixture is not None and options.prompt:
-        raise RequestError("--prompt goes with --checkpoint; a fixture brings its own requests")
+    if options.fixture is not None and (options.prompt or options.chat):
+        raise RequestError("--prompt and --chat go with --checkpoint; a fixture brings its own requests")
+    if options.prompt and options.chat:
+        raise RequestError("give --prompt, to go on from a text, or --chat, to have a message answered; not both")
     if options.checkpoint is not None and options.manifest_only:
         raise RequestError("--manifest-only goes with --fixture; a checkpoint has no manifest")
 
@@ -65,9 +69,10 @@ def _parser() -> argparse.ArgumentParser:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--fixture", metavar="FILE", help="scenario to run (JSON)")
-    source.add_argument("--checkpoint", metavar="PATH", help="llama2.c model file, or its folder")
+    source.add_argument("--checkpoint", metavar="PATH", help="GGUF file, folder from Hugging Face, or llama2.c model")
     prompts = parser.add_argument_group("with --checkpoint")
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="continue this; may be given several times")
+    prompts.add_argument("--chat", action="append", metavar="TEXT", help="answer this; may be given several times")
     prompts.add_argument("--max-tokens", type=int, default=64, metavar="N")
     prompts.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
     prompts.add_argument("--top-k", type=int, default=0, help="sample among the K likeliest; 0: among all")
@@ -211,20 +216,21 @@ def compare(scenario: Scenario, tokens: dict[str, list[int]]) -> dict[str, str]:
 
 
 def run_prompts(options: argparse.Namespace, console: Console) -> int:
-    """Continue one or several prompts with a checkpoint, streaming."""
-    console.progress(f"loading {options.checkpoint} ...")
-    settings = {"budget_tokens": 64, "page_size": 16, **_settings(options)}
-    engine = InferenceEngine.from_checkpoint(options.checkpoint, options.backend, clock=_clock(options),
-                                             quantization=_quantization(options, None), **settings)
+    """Continue one or several prompts, or answer messages, with a checkpoint, streaming."""
+    console.progress(f"loading {options.checkpoint}")
+    settings = EngineSettings().override({"budget_tokens": 64, "page_size": 16, **_settings(options)})
+    loaded = load_checkpoint_model(options.checkpoint, options.backend, _quantization(options, None), console.progress)
+    engine = InferenceEngine(loaded, settings, _clock(options))
     console.progress("")
     with engine, _recorded(engine, options):
         sampling = SamplingParams(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
                                   n=options.n, stop=options.stop)
-        prompts = {f"prompt-{i}": prompt for i, prompt in enumerate(options.prompt or [""], start=1)}
+        prompts = {f"prompt-{i}": prompt for i, prompt in enumerate(options.chat or options.prompt or [""], start=1)}
         for request_id, prompt in prompts.items():
-            engine.submit(engine.tokenizer.encode(prompt, bos=True), options.max_tokens, request_id=request_id,
-                          sampling=sampling)
-        texts = {sample_id(request_id, number): prompt
+            tokens, ends = (chat_prompt(engine.tokenizer, prompt) if options.chat
+                            else (engine.tokenizer.encode(prompt, bos=True), ()))
+            engine.submit(tokens, options.max_tokens, request_id=request_id, sampling=sampling, stop_tokens=ends)
+        texts = {sample_id(request_id, number): f"> {prompt}\n" if options.chat else prompt
                  for request_id, prompt in prompts.items() for number in range(options.n)}
         failures = _stream_one(engine, texts, console) if len(texts) == 1 else _stream_many(engine, texts, console)
         metrics = engine.metrics()

@@ -158,6 +158,11 @@ class InferenceEngine:
         return (f"<InferenceEngine {self.model.backend.name}: step {self.steps}, {len(self.active)} active requests, "
                 f"{self.kv.free_pages} of {self.kv.total_pages} pages free>")
 
+    def _repr_html_(self) -> str:
+        from .notebook import engine_card
+        with self._news:
+            return engine_card(self)
+
     def inject(self, faults: Iterable[Fault]) -> FaultInjector:
         """Let these faults happen from now on, in place of those injected before (see ``faults.py``)."""
         faults = tuple(faults) if isinstance(faults, Iterable) else (faults,)

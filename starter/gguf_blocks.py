@@ -68,7 +68,7 @@ def dequantize_blocks(kind: str, data: Data, count: int) -> array[float]:
 
     QuantizationError for an unknown kind or another number of bytes than ``count`` numbers take.
     """
-    _check(kind, data, count)
+    check_blocks(kind, data, count)
     if kind == "BF16":
         wide = bytearray(2 * len(data))
         wide[2::4], wide[3::4] = data[0::2], data[1::2]
@@ -84,7 +84,8 @@ def dequantize_blocks(kind: str, data: Data, count: int) -> array[float]:
     return values
 
 
-def _check(kind: str, data: Data, count: int) -> None:
+def check_blocks(kind: str, data: Data, count: int) -> None:
+    """QuantizationError for an unknown kind, or another number of bytes than so many numbers take."""
     if kind not in FORMATS:
         raise QuantizationError(f"there is no way to read {kind!r} here; known are {', '.join(FORMATS)}")
     wanted = FORMATS[kind].bytes_of(count)
@@ -131,7 +132,7 @@ def as_quantized_tensor(kind: str, data: Data, rows: int, columns: int) -> Quant
     """
     bits = _bits(kind)
     FORMATS[kind].bytes_of(columns)
-    _check(kind, data, rows * columns)
+    check_blocks(kind, data, rows * columns)
     scales, codes = _field(kind, data, 0), _columns(kind, data)
     size = BLOCK * bits // 8  # packed bytes of a block
     packed = bytearray(size * len(scales))

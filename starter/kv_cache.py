@@ -148,6 +148,14 @@ class KVCacheManager:
         self._counts: Counter[str] = Counter()
         self._misses = 0
 
+    def __repr__(self) -> str:
+        return (f"<KVCacheManager: {self.free_pages} of {self.total_pages} pages of {self.page_size} tokens free, "
+                f"{self.cached_pages} of them cached; {len(self._tables)} block tables>")
+
+    def _repr_html_(self) -> str:
+        from .notebook import page_pool
+        return page_pool(self)
+
     # ---------------------------------------------------------------------------------------- observing
 
     @property

@@ -21,7 +21,7 @@ from .batch import Batch
 from .cpu_backend import CpuBackend, Row, Rows, rotary_turns, silu
 from .errors import BackendError
 from .int8_pages import Int8KVStore
-from .lane_pages import FULL, LaneKVStore
+from .lane_pages import MOST_POSITIONS, LaneKVStore
 from .lanes import LaneMatrix
 from .quantization import QuantizedTensor, dequantize, quantize
 from .schema import ModelConfig, QuantizationConfig
@@ -83,9 +83,10 @@ class LaneBackend(CpuBackend):
                  kv_quantization: str | None = None) -> Any:
         if kv_quantization is not None:
             return super().kv_store(model, num_pages, page_size, bounds, kv_quantization)
-        if model.max_context > FULL // 2:
-            raise BackendError(f"the lanes of backend 'cpu' attend over at most {FULL // 2:,} positions, not the "
-                               f"model's {model.max_context:,}; use backend='reference' or 'numpy'")
+        positions = min(model.max_context, num_pages * page_size)
+        if positions > MOST_POSITIONS:
+            raise BackendError(f"the lanes of backend 'cpu' attend over at most {MOST_POSITIONS:,} positions, not "
+                               f"{positions:,}; take fewer pages, or backend='reference' or 'numpy'")
         return LaneKVStore(model.layers, model.kv_heads, model.head_width, num_pages, page_size, bounds)
 
     # --------------------------------------------------------------------------------------- operations
@@ -101,11 +102,11 @@ class LaneBackend(CpuBackend):
         scale = sqrt(len(row)) / hypot(*row, sqrt(len(row) * epsilon))  # no square overflows
         return [value * scale * g for value, g in zip(row, gain)]
 
-    def linear(self, matrix: Any, x: Rows) -> Rows:
+    def _products(self, matrix: Any, x: Rows) -> Rows:
         return list(map(matrix.lanes.times, x))
 
-    def _rotate_row(self, row: Row, position: int, head_width: int, theta: float) -> list[float]:
-        cosines, sines = _turns(position, head_width, theta, len(row) // head_width)
+    def _rotate_row(self, row: Row, position: int, frequencies: tuple[float, ...]) -> list[float]:
+        cosines, sines = _turns(position, frequencies, len(row) // (2 * len(frequencies)))
         turned: list[float] = [0.0] * len(row)
         even, odd = row[0::2], row[1::2]
         turned[0::2] = [a * c - b * s for a, b, c, s in zip(even, odd, cosines, sines)]
@@ -131,7 +132,7 @@ def _swiglu_row(gates: Row, ups: Row) -> list[float]:
 
 
 @lru_cache(maxsize=65_536)
-def _turns(position: int, head_width: int, theta: float, heads: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _turns(position: int, frequencies: tuple[float, ...], heads: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Cosines and sines of ``cpu_backend.rotary_turns``, repeated for each head."""
-    cosines, sines = zip(*rotary_turns(position, head_width, theta) * heads)
+    cosines, sines = zip(*rotary_turns(position, frequencies) * heads)
     return cosines, sines

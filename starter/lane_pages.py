@@ -19,7 +19,9 @@ Fixed point: a number is stored as round(number / unit), 16 bits, with the unit 
   so no score overflows (Cauchy-Schwarz) and a score is a number of 2**-e;
 - softmax: exp comes from a table in steps of 1/512. Subtracting from the maximum, shifting and masking are three
   operations on the whole row of lanes. The weights p are integers, too;
-- output: |sum p_t v_t| <= sum(p) * 2**15, so p is taken from the table whose sum stays under 2**16.
+- output: |sum p_t v_t| <= sum(p) * 2**15, so p is taken from the table whose sum stays under 2**16. (Each of n weights
+  may have been rounded up by a half in either table: n is set aside.) A weight below 2**-16 of all counts as none; with
+  n positions of equal weight that is coarse from n = 8,192 on, which is the limit.
 
 Every row is computed on its own, in an order that only its position sets: batch equals solo, bit for bit.
 """
@@ -41,6 +43,7 @@ MOST = 2**15 - 1  # of a stored number
 STEPS = 9  # bits: the table of exp has 2**9 entries for each factor of e
 TABLE = 2**16  # entries: down to exp(-128)
 FULL = 2**16  # what integer attention weights may add up to
+MOST_POSITIONS = 2**13
 
 Keys = list[int]  # of a page in one layer: for each number of a key, head after head, the tokens in lanes
 Values = list[list[int]]  # of a page in one layer: for each head, for each token, the numbers in lanes
@@ -199,7 +202,7 @@ def stored(numbers: Sequence[float], factors: Sequence[float]) -> list[int]:
     return integers
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _mask(count: int, shift: int) -> int:
     """The low BITS - shift bits of each lane: what a lane keeps after a shift to the right of them all."""
     return ones(count, BITS) * ((1 << BITS - shift) - 1)

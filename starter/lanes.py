@@ -14,7 +14,9 @@ matrix, a weight in each *lane* of 32 bits, and the product W x is one sum over 
 Why no lane spills into its neighbour. The sum is the integer  acc_0 + acc_1 * 2**32 + acc_2 * 2**64 + ...  with
 acc_r = W_r . x, whatever happened on the way there; the lanes can be told apart again if every |acc_r| < 2**31.
 By Cauchy-Schwarz |W_r . x| <= |W_r| |x|, so x is scaled to integers of length |x| <= (2**31 - 1) / max_r |W_r|:
-the lane is filled and cannot overflow, and nobody has to look for the largest product.
+the lane is filled and cannot overflow, and nobody has to look for the largest product. (acc_r is an integer, so the
+rounding of this bound in doubles, below a thousandth, cannot carry it to 2**31.) What is left for each number of x is
+about 11 bits at 288 columns and 14-bit weights, 8 bits at 4,096.
 
 Weights become integers too, row by row: 14 bits and a scale for float weights (an error of 1e-4 of the row's size),
 or the codes of a quantized row as they are: int8 in lanes of 24 bits, int4 in 16, which cost less in proportion.
@@ -39,6 +41,7 @@ from .quantization import QuantizedTensor
 
 WEIGHT_BITS = 14  # of a float weight in a lane
 BLOCK_ROWS = 2048  # lanes in one integer at most: longer ones fall out of the processor's first cache
+KEPT_ROWS = 1024  # that ``row`` remembers
 LEAST = 8  # root mean square of the integers of x, below which their rounding would outweigh that of the codes
 _MAGIC = 1.5 * 2.0**52  # a double this large has a unit of 1, so that adding it rounds to an integer
 UNITS = {32: 1.0, 24: 2.0**-8, 16: 1.0}  # what one means in the numbers that ``unpack`` returns
@@ -63,7 +66,7 @@ def _doubles(count: int) -> Struct:
     return Struct(f"<{count}d")
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def ones(count: int, bits: int) -> int:
     """1 in each of ``count`` lanes."""
     return ((1 << bits * count) - 1) // ((1 << bits) - 1)
@@ -100,7 +103,12 @@ def _narrowed(raw: bytes, bits: int) -> bytes | bytearray:
 
 
 def lane(total: int, index: int, bits: int) -> int:
-    """One number out of packed ones. Adding the bit below rounds away the borrow of the lanes underneath."""
+    """One number out of packed ones. A negative lane borrows 1 from the lane above; rounding gives it back:
+
+        lanes 5, -2, 3 (lane 0 last)       5 * 2**64 - 2 * 2**32 + 3
+        shifted down by one lane           5 * 2**32 - 2              and a fraction of 3 / 2**32, rounded off
+        shifted down by two lanes          5 - 2 / 2**32              floor 4, nearest 5
+    """
     low = total if index == 0 else (total >> bits * index - 1) + 1 >> 1
     half = 1 << bits - 1
     return (low + half & (1 << bits) - 1) - half
@@ -120,7 +128,7 @@ class LaneMatrix:
         # Rounding makes the integer vector at most sqrt(columns) / 2 longer than the scaled one.
         self._reach = (2.0 ** (bits - 1) - 1.0) / max(longest, 1.0) - 0.5 * sqrt(self.shape[1])
         self._scaled: dict[int, list[float]] = {}
-        self.row = lru_cache(maxsize=1024)(self._row)  # an embedding table is asked for the same tokens again
+        self._rows: dict[int, tuple[float, ...]] = {}  # an embedding table is asked for the same tokens again
 
     @classmethod
     def of_floats(cls, rows: Iterable[Sequence[float]]) -> LaneMatrix:
@@ -171,7 +179,11 @@ class LaneMatrix:
             self._scaled[exponent] = list(map(mul, self.scales, repeat(factor)))
         return self._scaled[exponent]
 
-    def _row(self, r: int) -> tuple[float, ...]:
+    def row(self, r: int) -> tuple[float, ...]:
         """Row r as floats: what ``times`` computes with."""
-        scale, (_, columns) = self.scales[r], self._blocks[r // BLOCK_ROWS]
-        return tuple(scale * lane(column, r % BLOCK_ROWS, self.bits) for column in columns)
+        if r not in self._rows:
+            if len(self._rows) == KEPT_ROWS:
+                self._rows.clear()
+            scale, (_, columns) = self.scales[r], self._blocks[r // BLOCK_ROWS]
+            self._rows[r] = tuple(scale * lane(column, r % BLOCK_ROWS, self.bits) for column in columns)
+        return self._rows[r]

@@ -36,7 +36,8 @@ from .weights import (
 )
 
 # llama2.c ends a generation at BOS, which delimits its training stories, and a chat at EOS: both end one here.
-UNSAID = {"rope_theta": 10_000.0, "norm_eps": 1e-5, "bos_token": BOS, "eos_tokens": (BOS, EOS)}
+UNSAID = {"rope_theta": 10_000.0, "norm_eps": 1e-5, "bos_token": BOS, "eos_tokens": (BOS, EOS), "head_dim": None,
+          "attention_bias": False, "qk_norm": False, "rope_scaling": None}
 
 _HEADER = struct.Struct("<7i")
 _FIELDS = ("width", "ffn_width", "layers", "heads", "kv_heads", "vocab_size", "max_context")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .backend import Backend, load_backend
 from .errors import RequestError
@@ -19,7 +20,10 @@ from .schema import (
     SeededWeights,
 )
 from .tokenizer import CharacterTokenizer, Tokenizer, read_llama2c_tokenizer
-from .weights import Weights, check_digest, seeded_weights, weights_digest
+from .weights import Weights, check_digest, open_checkpoint, seeded_weights, weights_digest
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint, Progress
 
 AS_IN_SCENARIO = "as in the scenario"
 
@@ -46,13 +50,35 @@ def load_scenario_model(scenario: Scenario, backend: str | Backend, quantization
         "tokenizer": TOKENIZER_SHAPE.dump(scenario.tokenizer), **_about(weights, config)})
 
 
-def load_checkpoint_model(path: str | Path, backend: str | Backend, quantization: object = None) -> Loaded:
-    """The model of a llama2.c file with its tokenizer beside it, or of the folder that holds both."""
+def load_checkpoint_model(path: str | Path, backend: str | Backend, quantization: object = None,
+                          progress: Progress = lambda text: None) -> Loaded:
+    """The model and tokenizer of a llama2.c file with its tokenizer beside it, or of the folder that holds both; of a
+    GGUF file; or of a folder as Hugging Face has it. ``progress`` is told, now and then, what is being done."""
+    made, config = load_backend(backend), quantization_config(quantization)  # what is wrong with them shows at once
+    checkpoint = _read_checkpoint(Path(path), progress)
+    progress(f"loading {checkpoint.name} into backend {made.name}")
+    model = Model(checkpoint.config, checkpoint.weights, made, config)
+    return Loaded(model, checkpoint.tokenizer, {
+        "checkpoint": checkpoint.name, **_about(checkpoint.weights, model.quantization)})
+
+
+def _read_checkpoint(path: Path, progress: Progress) -> Checkpoint:
+    """By what the path is. The readers of the extra ``checkpoints`` are imported only where they are needed."""
+    from .checkpoint import Checkpoint
+    if path.is_file() and _begins_with(path, b"GGUF"):
+        from .gguf_checkpoint import read_gguf_checkpoint
+        return read_gguf_checkpoint(path, progress)
+    if (path / "config.json").is_file():
+        from .hf_checkpoint import read_hf_checkpoint
+        return read_hf_checkpoint(path, progress)
     model_file, tokenizer_file = find_llama2c(path)
     config, weights = read_llama2c(model_file)
-    tokenizer = read_llama2c_tokenizer(tokenizer_file, config.vocab_size)
-    model = Model(config, weights, load_backend(backend), quantization_config(quantization))
-    return Loaded(model, tokenizer, {"checkpoint": model_file.name, **_about(weights, model.quantization)})
+    return Checkpoint(model_file.name, config, weights, read_llama2c_tokenizer(tokenizer_file, config.vocab_size))
+
+
+def _begins_with(path: Path, magic: bytes) -> bool:
+    with open_checkpoint(path) as (file, _):
+        return file.read(len(magic)) == magic
 
 
 def _about(weights: Weights, quantization: QuantizationConfig | None) -> dict[str, object]:

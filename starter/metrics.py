@@ -107,6 +107,14 @@ class Metrics:
                                   ) from None
         return collector.snapshot()
 
+    def __repr__(self) -> str:
+        return (f"<Metrics: {self.submitted} requests, {self.steps} steps, {self.output_tokens} tokens, "
+                f"TTFT {self.ttft.p50} s, TPOT {self.tpot.p50} s (medians)>")
+
+    def _repr_html_(self) -> str:
+        from .notebook import metrics_table
+        return metrics_table(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for ``json.dumps``."""
         return dataclasses.asdict(self)

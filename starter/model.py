@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import hypot, sqrt
-from operator import mul
+from operator import add, mul
 from typing import Any
 
 from .backend import Backend, KVBounds, KVStore, Matrix, Vector
@@ -27,6 +27,9 @@ class Layer:
 
     attention_norm: Vector
     qkv: Matrix
+    qkv_bias: Vector | None  # None where the model has none; likewise the norms
+    query_norm: Vector | None
+    key_norm: Vector | None
     output: Matrix
     ffn_norm: Vector
     gate_up: Matrix
@@ -38,6 +41,9 @@ class Layer:
 LAYER_NAMES = {
     "attention_norm": ("input_layernorm.weight",),
     "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "query_norm": ("self_attn.q_norm.weight",),
+    "key_norm": ("self_attn.k_norm.weight",),
     "output": ("self_attn.o_proj.weight",),
     "ffn_norm": ("post_attention_layernorm.weight",),
     "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
@@ -67,9 +73,12 @@ class Model:
             Layer(**{field: self._load(weights, *(f"model.layers.{i}.{name}" for name in names))
                      for field, names in LAYER_NAMES.items()})
             for i in range(config.layers)]
+        self._frequencies = config.rope_frequencies
         self.kv_bounds = [kv_bounds(config, weights, f"model.layers.{i}.") for i in range(config.layers)]
 
     def _load(self, weights: Mapping[str, Tensor], *names: str) -> Any:
+        if names[0] not in weights:  # which check_weights has found right
+            return None
         tensor = stacked([weights[name] for name in names])
         loaded = (self.backend.vector(tensor) if len(tensor.shape) == 1
                   else self.backend.matrix(tensor, self.quantization, self._importance.get(names[0])))
@@ -80,13 +89,16 @@ class Model:
         """Compute every token of the batch, leave its keys and values in ``store``, and return the logits
         [vocab_size] of each row in ``batch.logit_rows``. The pages behind the batch must be reserved."""
         b, config = self.backend, self.config
-        width, kv_width, ffn_width = config.width, config.kv_width, config.ffn_width
+        q_width, kv_width, ffn_width = config.q_width, config.kv_width, config.ffn_width
         x = b.embed(self.embedding, batch.tokens)                                    # [T, width]
         for i, layer in enumerate(self.layers):
             h = b.norm(x, layer.attention_norm, config.norm_eps)
-            q, k, v = b.split(b.linear(layer.qkv, h), (width, kv_width, kv_width))
-            q = b.rotate(q, batch.positions, config.head_width, config.rope_theta)
-            k = b.rotate(k, batch.positions, config.head_width, config.rope_theta)
+            q, k, v = b.split(b.linear(layer.qkv, h, layer.qkv_bias), (q_width, kv_width, kv_width))
+            if config.qk_norm:
+                q = b.norm_heads(q, layer.query_norm, config.norm_eps)
+                k = b.norm_heads(k, layer.key_norm, config.norm_eps)
+            q = b.rotate(q, batch.positions, self._frequencies)
+            k = b.rotate(k, batch.positions, self._frequencies)
             x = b.add(x, b.linear(layer.output, b.attend(q, k, v, i, store, batch)))
             h = b.norm(x, layer.ffn_norm, config.norm_eps)
             gate, up = b.split(b.linear(layer.gate_up, h), (ffn_width, ffn_width))
@@ -110,21 +122,22 @@ class Model:
         """All weights as plain floats by checkpoint name (dequantized; a vector becomes a one-row matrix)."""
         found: dict[str, list[list[float]]] = {}
         for names, loaded in self._loaded.items():
-            if names[0].endswith("norm.weight"):
-                found[names[0]] = self.backend.to_lists([loaded])
-                continue
-            rows = iter(self.backend.rows(loaded))
-            found.update((name, list(islice(rows, self._rows[name]))) for name in names)
+            if _is_vector(names):
+                numbers = iter(self.backend.to_lists([loaded])[0])
+                found.update((name, [list(islice(numbers, self._rows[name]))]) for name in names)
+            else:
+                rows = iter(self.backend.rows(loaded))
+                found.update((name, list(islice(rows, self._rows[name]))) for name in names)
         return found
 
     @property
     def matrices(self) -> dict[tuple[str, ...], Matrix]:
         """Every weight matrix in the backend's form, by the names of the tensors stacked in it."""
-        return {names: loaded for names, loaded in self._loaded.items() if not names[0].endswith("norm.weight")}
+        return {names: loaded for names, loaded in self._loaded.items() if not _is_vector(names)}
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weight matrices as they are stored (norm gains, a few numbers, aside)."""
+        """Bytes of all weight matrices as they are stored (gains and biases, a few numbers, aside)."""
         return sum(map(self.backend.matrix_bytes, self.matrices.values()))
 
     @property
@@ -133,8 +146,13 @@ class Model:
         return sum(map(self.backend.working_bytes, self.matrices.values()))
 
 
+def _is_vector(names: Sequence[str]) -> bool:
+    """Gains and biases."""
+    return names[0].endswith(("norm.weight", ".bias"))
+
+
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Matrices of equal columns, one upon the other. A single tensor is passed through."""
+    """Matrices of equal columns one upon the other, vectors end to end. A single tensor is passed through."""
     if len(tensors) == 1:
         return tensors[0]
     values = array("f")
@@ -146,9 +164,20 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 def kv_bounds(config: ModelConfig, weights: Mapping[str, Tensor], prefix: str) -> KVBounds:
     """How large each number of a layer's keys and values can become, whatever the input: a store can lay its grid
     by them. A normed vector x has |x| <= sqrt(width) before its gain g, so |row . (g x)| <= |row * g| sqrt(width)
-    (Cauchy-Schwarz); rotation mixes the two numbers of a pair, which share the bound of the pair."""
+    (Cauchy-Schwarz), and a bias adds its size. Where each key head is normed in turn, it has |k| <= sqrt(head_width)
+    before that norm's gain. Rotation mixes the two numbers of a pair, which share the bound of the pair."""
     gain = weights[f"{prefix}input_layernorm.weight"].values
-    keys, values = ([hypot(*map(mul, row, gain)) * sqrt(config.width) for row in weights[f"{prefix}{name}"].rows()]
-                    for name in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"))
+
+    def bounds(part: str) -> list[float]:
+        name = f"{prefix}self_attn.{part}_proj"
+        reach = [hypot(*map(mul, row, gain)) * sqrt(config.width) for row in weights[f"{name}.weight"].rows()]
+        return list(map(add, reach, map(abs, weights[f"{name}.bias"].values))) if config.attention_bias else reach
+
+    values = bounds("v")
+    if config.qk_norm:
+        of_head = [abs(g) * sqrt(config.head_width) for g in weights[f"{prefix}self_attn.k_norm.weight"].values]
+        keys = of_head * config.kv_heads
+    else:
+        keys = bounds("k")
     pairs = [hypot(a, b) for a, b in zip(keys[0::2], keys[1::2])]
     return KVBounds([pair for pair in pairs for _ in range(2)], values)

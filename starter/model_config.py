@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .errors import QuantizationError, SchemaError
+from .rotary import ROPE_SCALING_SHAPE, FactorScaling, RopeScaling, rotary_frequencies
 from .shapes import Boolean, Choice, Integer, ListOf, Nullable, Number, Record
 
 MAX_VOCABULARY = 1_000_000
@@ -18,6 +19,10 @@ class ModelConfig:
     ``width`` is the length of a token's hidden vector, split into ``heads`` query heads of ``head_width``
     numbers; ``kv_heads`` divides ``heads``, and each key/value head serves heads/kv_heads query heads
     (grouped-query attention, Ainslie et al. 2023). ``tied_output`` reuses the embedding as output projection.
+
+    What Llama's successors added: heads of another width than width / heads (``head_dim``), a bias on queries, keys
+    and values (``attention_bias``: Qwen2), a norm of each query and key head (``qk_norm``: Qwen3), and slower rotary
+    embedding for longer texts (``rope_scaling``: ``rotary.py``).
     """
 
     vocab_size: int
@@ -32,14 +37,22 @@ class ModelConfig:
     tied_output: bool = True
     bos_token: int | None = None
     eos_tokens: tuple[int, ...] = ()
+    head_dim: int | None = None
+    attention_bias: bool = False
+    qk_norm: bool = False
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
-        if self.width % self.heads:
+        if self.head_dim is None and self.width % self.heads:
             raise SchemaError(f"width {self.width} must be a multiple of heads {self.heads}", "/width")
         if self.heads % self.kv_heads:
             raise SchemaError(f"must divide heads {self.heads}, not be {self.kv_heads}", "/kv_heads")
         if self.head_width % 2:
-            raise SchemaError(f"width/heads = {self.head_width} must be even: rotary embedding turns pairs", "/width")
+            name, path = ("width/heads", "/width") if self.head_dim is None else ("head_dim", "/head_dim")
+            raise SchemaError(f"{name} = {self.head_width} must be even: rotary embedding turns pairs", path)
+        if isinstance(self.rope_scaling, FactorScaling) and len(self.rope_scaling.factors) != self.head_width // 2:
+            raise SchemaError(f"must be {self.head_width // 2}, one for each pair of a head, not "
+                              f"{len(self.rope_scaling.factors)}", "/rope_scaling/factors")
         for name, tokens in (("bos_token", [self.bos_token]), ("eos_tokens", self.eos_tokens)):
             for token in tokens:
                 if token is not None and token >= self.vocab_size:
@@ -48,12 +61,22 @@ class ModelConfig:
     @property
     def head_width(self) -> int:
         """Numbers in one attention head."""
-        return self.width // self.heads
+        return self.width // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def q_width(self) -> int:
+        """Numbers in one token's query in one layer: those of all heads."""
+        return self.heads * self.head_width
 
     @property
     def kv_width(self) -> int:
         """Numbers in one token's key (or value) in one layer."""
         return self.kv_heads * self.head_width
+
+    @property
+    def rope_frequencies(self) -> tuple[float, ...]:
+        """Radians that each pair of a head turns from one position to the next, [head_width / 2]."""
+        return rotary_frequencies(self.head_width, self.rope_theta, self.rope_scaling)
 
 
 @dataclass(frozen=True)
@@ -94,7 +117,11 @@ MODEL_SHAPE = Record(ModelConfig, {
     "tied_output": Boolean(),
     "bos_token": Nullable(TOKEN_SHAPE),
     "eos_tokens": ListOf(TOKEN_SHAPE, longest=64),
-})
+    "head_dim": Nullable(Integer(2, 65_536)),
+    "attention_bias": Boolean(),
+    "qk_norm": Boolean(),
+    "rope_scaling": Nullable(ROPE_SCALING_SHAPE),
+}, sparse=("head_dim", "attention_bias", "qk_norm", "rope_scaling"))  # a plain Llama is written as plainly as ever
 
 QUANTIZATION_SHAPE = Record(QuantizationConfig, {
     "bits": Integer(4, 8),

@@ -8,19 +8,25 @@ within 1e-4, not equal bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from math import prod
 from typing import Any, Union
 
 import numpy as np
 
 from .backend import KVBounds
 from .batch import Batch, Span
+from .int8_pages import cut_by_page
+from .numpy_attention import Group, Plan, attend
 from .numpy_int8_pages import NumpyInt8KVStore
 from .quantization import dequantize, quantize
 from .schema import ModelConfig, QuantizationConfig
 from .weights import Tensor
 
 Array = Any  # numpy.ndarray, float32
+
+MOST_ROWS = 128  # of a chunk that are computed together
 
 
 class NumpyBackend:
@@ -29,6 +35,9 @@ class NumpyBackend:
 
     name = "numpy"
 
+    def __init__(self) -> None:
+        self._turned: tuple[Sequence[int], tuple[float, ...], Array] = [], (), None
+
     # ------------------------------------------------------------------------------------------ loading
 
     def matrix(self, tensor: Tensor, quantization: QuantizationConfig | None,
@@ -36,13 +45,13 @@ class NumpyBackend:
         array = np.array(tensor.values, dtype=np.float32).reshape(tensor.shape)
         if quantization:
             array = np.array(dequantize(quantize(tensor.rows(), quantization, importance)), dtype=np.float32)
-        return array
+        return np.ascontiguousarray(array.T)
 
     def vector(self, tensor: Tensor) -> Array:
         return np.array(tensor.values, dtype=np.float32)
 
     def rows(self, matrix: Array) -> list[list[float]]:
-        rows: list[list[float]] = matrix.tolist()
+        rows: list[list[float]] = matrix.T.tolist()
         return rows
 
     def matrix_bytes(self, matrix: Array) -> int:
@@ -59,40 +68,44 @@ class NumpyBackend:
     # --------------------------------------------------------------------------------------- operations
 
     def embed(self, table: Array, tokens: Sequence[int]) -> Array:
-        return table[np.asarray(tokens)]
+        return np.ascontiguousarray(table[:, tokens].T)
 
     def norm(self, x: Array, gain: Array, epsilon: float) -> Array:
-        return x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + epsilon) * gain
+        squares = np.einsum("td,td->t", x, x)
+        return x / np.sqrt(squares / len(gain) + epsilon)[:, None] * gain
 
-    def linear(self, matrix: Array, x: Array) -> Array:
-        return x @ matrix.T
+    def norm_heads(self, x: Array, gain: Array, epsilon: float) -> Array:
+        return self.norm(x.reshape(-1, len(gain)), gain, epsilon).reshape(x.shape)
+
+    def linear(self, matrix: Array, x: Array, bias: Array | None = None) -> Array:
+        rows = x @ matrix
+        return rows if bias is None else rows + bias
 
     def split(self, x: Array, widths: Sequence[int]) -> list[Array]:
-        return np.split(x, np.cumsum(widths)[:-1], axis=1)
+        ends = list(accumulate(widths))
+        return [x[:, end - width:end] for width, end in zip(widths, ends)]
 
-    def rotate(self, x: Array, positions: Sequence[int], head_width: int, theta: float) -> Array:
-        frequencies = theta ** (-np.arange(0, head_width, 2) / head_width)          # [d / 2]
-        angles = np.asarray(positions)[:, None] * frequencies                       # [T, d / 2], in double
-        c, s = (f(angles)[:, None, :].astype(np.float32) for f in (np.cos, np.sin))  # [T, 1, d / 2]
-        pairs = x.reshape(len(x), -1, head_width // 2, 2)                           # [T, H, d / 2, 2]
-        a, b = pairs[..., 0], pairs[..., 1]
-        return np.stack((a * c - b * s, a * s + b * c), axis=-1).reshape(x.shape)
+    def rotate(self, x: Array, positions: Sequence[int], frequencies: tuple[float, ...]) -> Array:
+        pairs = x.view(np.complex64)                                                # a + bi: [T, columns / 2]
+        return (pairs * self._turns(positions, frequencies, pairs.shape[1])).view(np.float32)
+
+    def _turns(self, positions: Sequence[int], frequencies: tuple[float, ...], pairs: int) -> Array:
+        """cos + i sin of every pair's angle, [T, pairs]: the same in every head, and kept for the step's other calls,
+        of which the first, for the queries, is the widest."""
+        known_positions, known_frequencies, turns = self._turned
+        if (known_positions, known_frequencies) != (positions, frequencies) or turns.shape[1] < pairs:
+            angles = np.asarray(positions)[:, None] * np.asarray(frequencies)       # [T, d / 2], in double
+            turns = np.tile(np.exp(1j * angles).astype(np.complex64), pairs // len(frequencies))
+            self._turned = list(positions), frequencies, turns
+        return turns[:, :pairs]
 
     def attend(self, q: Array, k: Array, v: Array, layer: int, store: NumpyStore, batch: Batch) -> Array:
-        store.write_layer(layer, batch.slots, k, v)
-        parts = [part for span in batch.spans for part in store.parts(span)]
-        return np.concatenate([self._attend_part(q, layer, store, part) for part in parts])
-
-    def _attend_part(self, q: Array, layer: int, store: NumpyStore, part: Span) -> Array:
-        keys, values = store.context(layer, part)                                   # [n, K, d]
-        rows = q[part.first_row:part.first_row + part.count]
-        grouped = rows.reshape(part.count, store.kv_heads, -1, store.head_width)    # [t, K, G, d]
-        scores = np.einsum("tkgd,nkd->kgtn", grouped, keys) / np.sqrt(np.float32(store.head_width))
-        seen = np.arange(part.end) <= np.arange(part.start, part.end)[:, None]      # [t, n], causal
-        scores = np.where(seen, scores, -np.inf)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        return np.einsum("kgtn,nkd->tkgd", weights, values).reshape(rows.shape)
+        plan = Plan.of(batch, store)
+        store.write_layer(layer, plan.slots, k, v)
+        out = np.empty_like(q)
+        for group in plan.groups:
+            out[group.rows] = attend(q[group.rows], *store.context(layer, group), group)
+        return out
 
     def swiglu(self, gate: Array, up: Array) -> Array:
         with np.errstate(over="ignore"):  # exp(-z) = inf for very negative z gives the right silu: -0.0
@@ -117,23 +130,30 @@ class NumpyKVStore:
         self.width = layers * kv_heads * head_width
         self.page_bytes = 2 * 4 * page_size * self.width
         self.tail_bytes = self.peak_tails = 0
+        self.plan: Plan | None = None
         self.keys = np.zeros((layers, num_pages * page_size, kv_heads, head_width), dtype=np.float32)
         self.values = np.zeros_like(self.keys)
+        self._gathered = np.empty((2, 0), dtype=np.float32)
 
     def write_layer(self, layer: int, slots: Sequence[int], k: Array, v: Array) -> None:
         """Put rows [T, kv_heads * head_width] of one layer into their slots."""
         shape = (len(slots), self.kv_heads, self.head_width)
-        self.keys[layer, np.asarray(slots)] = k.reshape(shape)
-        self.values[layer, np.asarray(slots)] = v.reshape(shape)
+        self.keys[layer][slots] = k.reshape(shape)
+        self.values[layer][slots] = v.reshape(shape)
 
-    def parts(self, span: Span) -> list[Span]:
-        """All rows of a span see the same numbers, up to their own positions."""
-        return [span]
+    def parts(self, span: Span) -> Iterable[Span]:
+        """All rows of a span see the same numbers, up to their own positions; long chunks are cut for the cache."""
+        return [span] if span.count <= MOST_ROWS else cut_by_page(span, MOST_ROWS)
 
-    def context(self, layer: int, span: Span) -> tuple[Array, Array]:
-        """Keys and values of the span's context, [end, kv_heads, head_width] each."""
-        slots = np.asarray(span.context)
-        return self.keys[layer, slots], self.values[layer, slots]
+    def context(self, layer: int, group: Group) -> tuple[Array, Array]:
+        """Keys and values of a group's contexts, [S, n, kv_heads, head_width] each, until the next call."""
+        shape = (*group.slots.shape, self.kv_heads, self.head_width)
+        if self._gathered.shape[1] < prod(shape):  # arrays made anew for each layer would cost page faults
+            self._gathered = np.empty((2, prod(shape)), dtype=np.float32)
+        keys, values = (room[:prod(shape)].reshape(shape) for room in self._gathered)
+        self.keys[layer].take(group.slots, axis=0, out=keys, mode="clip")  # "raise" would gather into a copy
+        self.values[layer].take(group.slots, axis=0, out=values, mode="clip")
+        return keys, values
 
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
         shape = (-1, self.kv_heads, self.head_width)

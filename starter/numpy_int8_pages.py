@@ -5,13 +5,15 @@ Here a block's three numbers are axes of their own: ``key_codes[page, layer, hea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from .batch import Span
 from .int8_pages import SMALLEST_SCALE, cut_by_page
+from .numpy_attention import Group, Plan
 
 Array = Any  # numpy.ndarray
 
@@ -53,6 +55,7 @@ class NumpyInt8KVStore:
         self.page_bytes = 2 * page_size * self.width + 2 * 4 * self.width + 4 * page_size * layers * kv_heads
         self.tail_bytes = 4 * page_size * self.width
         self.peak_tails = 0
+        self.plan: Plan | None = None
 
     # ------------------------------------------------------------------------------------------- writing
 
@@ -62,8 +65,9 @@ class NumpyInt8KVStore:
         pages, offsets = np.divmod(np.asarray(slots), self.page_size)
         codes, scales = encode_values(v.reshape(shape))
         self.value_codes[pages, layer, :, offsets], self.value_scales[pages, layer, :, offsets] = codes, scales
-        for page, offset, key in zip(pages.tolist(), offsets.tolist(), k.reshape(shape)):
-            self._tail(page)[layer, :, offset] = key
+        starts = np.flatnonzero(np.diff(pages, prepend=-1)).tolist()  # of the rows that go to one page
+        for start, end in pairwise((*starts, len(pages))):
+            self._tail(int(pages[start]))[layer][:, offsets[start:end]] = k.reshape(shape)[start:end].swapaxes(0, 1)
         for page in pages[offsets == self.page_size - 1].tolist():  # these are full: every channel gets its grid
             codes, lows, scales = encode_keys(self._tail(page)[layer].swapaxes(1, 2))
             self.key_codes[page, layer], self.key_lows[page, layer], self.key_scales[page, layer] = codes, lows, scales
@@ -80,25 +84,30 @@ class NumpyInt8KVStore:
 
     # ------------------------------------------------------------------------------------------- reading
 
-    def parts(self, span: Span) -> Iterator[Span]:
+    def parts(self, span: Span) -> Iterable[Span]:
         """Rows of different pages see different numbers."""
-        return cut_by_page(span, self.page_size)
+        return [span] if span.count == 1 else cut_by_page(span, self.page_size)
 
-    def context(self, layer: int, part: Span) -> tuple[Array, Array]:
-        """Keys and values that the rows of a part see, [end, kv_heads, head_width] each."""
-        pages = list(part.pages[:part.start // self.page_size + 1])  # the last is the rows' own
-        tail = self._tail(pages[-1])[None, layer].swapaxes(1, 2)
-        keys = np.concatenate([self._keys(pages[:-1], layer), tail])
-        shape = (-1, self.kv_heads, self.head_width)
-        return keys.reshape(shape)[:part.end], self._values(pages, layer).reshape(shape)[:part.end]
+    def context(self, layer: int, group: Group) -> tuple[Array, Array]:
+        """Keys and values that the rows of a group see, [S, n, kv_heads, head_width] each."""
+        spans, longest = group.slots.shape
+        keys, values = self._keys(group.pages, layer), self._values(group.pages, layer)
+        own = (group.ends[:, 0] - 1) // self.page_size  # the rows' own pages, as floats
+        pages = group.pages[range(spans), own].tolist()
+        keys[range(spans), own] = np.stack([self._tail(page)[layer] for page in pages]).swapaxes(1, 2)
+        unwritten = np.arange(longest) >= group.ends
+        shape = (spans, -1, self.kv_heads, self.head_width)
+        keys, values = keys.reshape(shape)[:, :longest], values.reshape(shape)[:, :longest]
+        keys[unwritten] = values[unwritten] = 0.0  # what an earlier owner left there may be anything
+        return keys, values
 
-    def _keys(self, pages: list[int], layer: Any) -> Array:
-        """Of full pages, dequantized: [pages, page_size, kv_heads, head_width]."""
+    def _keys(self, pages: Any, layer: Any) -> Array:
+        """Of full pages, dequantized: [..., page_size, kv_heads, head_width]."""
         lows, scales = self.key_lows[pages, layer, ..., None], self.key_scales[pages, layer, ..., None]
         return np.moveaxis(lows + scales * self.key_codes[pages, layer], -1, -3)
 
-    def _values(self, pages: list[int], layer: Any) -> Array:
-        """Dequantized: [pages, page_size, kv_heads, head_width]."""
+    def _values(self, pages: Any, layer: Any) -> Array:
+        """Dequantized: [..., page_size, kv_heads, head_width]."""
         return np.swapaxes(self.value_scales[pages, layer, ..., None] * self.value_codes[pages, layer], -2, -3)
 
     # --------------------------------------------------------------------------------------------- pages

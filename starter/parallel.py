@@ -253,8 +253,8 @@ class ParallelModel(Model):
                    for process, theirs in enumerate(others, start=1)]
         own = super().forward(Batch.of(mine, store.page_size), store.local) if mine else []
         rows: dict[int, list[float]] = {}
-        for share, computed in zip(shares, (own, *(answer() for answer in answers))):
-            rows.update(zip((i for i in share if pieces[i].wants_logits), map(list, computed)))
+        for share, computed in zip(shares, (own, *([row.tolist() for row in answer()] for answer in answers))):
+            rows.update(zip((i for i in share if pieces[i].wants_logits), computed))
         return [rows[i] for i in sorted(rows)]
 
     def _share_out(self, pieces: Sequence[Piece], store: ParallelStore) -> list[int]:

@@ -118,6 +118,17 @@ class QuantizedTensor:
         if self.symmetric and len(self.packed.translate(None, _UNUSED[self.bits])) < len(self.packed):
             raise QuantizationError(f"symmetric codes go from {unused + 1} to {-unused - 1}; {unused} is none of them")
 
+    def __repr__(self) -> str:
+        rows, columns = self.shape
+        groups = f"groups of {self.group_size}" if self.group_size else "a group a row"
+        return (f"<QuantizedTensor {rows} x {columns}: int{self.bits}, {groups}, "
+                f"{'' if self.symmetric else 'a'}symmetric; {self.nbytes} bytes, "
+                f"{self.nbytes / (4 * rows * columns):.2f} of float32>")
+
+    def _repr_html_(self) -> str:
+        from .notebook import tensor_card
+        return tensor_card(self)
+
     @property
     def row_bytes(self) -> int:
         """Packed bytes of one row; the last may be half used."""

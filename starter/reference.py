@@ -61,9 +61,13 @@ def _layer(config: ModelConfig, weights: Parameters, hidden: list[Vector]) -> li
     result = []
     for position, x in enumerate(hidden):
         normed = rms_norm(x, weights["input_layernorm.weight"][0], config.norm_eps)
-        query = rotary(config, times(weights["self_attn.q_proj.weight"], normed), position)
-        keys.append(rotary(config, times(weights["self_attn.k_proj.weight"], normed), position))
-        values.append(times(weights["self_attn.v_proj.weight"], normed))
+        query, key, value = (projected(config, weights, part, normed) for part in "qkv")
+        if config.qk_norm:
+            query = head_norm(config, query, weights["self_attn.q_norm.weight"][0])
+            key = head_norm(config, key, weights["self_attn.k_norm.weight"][0])
+        query = rotary(config, query, position)
+        keys.append(rotary(config, key, position))
+        values.append(value)
         x = plus(x, times(weights["self_attn.o_proj.weight"], attention(config, query, keys, values)))
         normed = rms_norm(x, weights["post_attention_layernorm.weight"][0], config.norm_eps)
         gate = times(weights["mlp.gate_proj.weight"], normed)
@@ -72,6 +76,19 @@ def _layer(config: ModelConfig, weights: Parameters, hidden: list[Vector]) -> li
         activated = [0.0 if g < -700.0 else g / (1.0 + exp(-g)) * u for g, u in zip(gate, up)]
         result.append(plus(x, times(weights["mlp.down_proj.weight"], activated)))
     return result
+
+
+def projected(config: ModelConfig, weights: Parameters, part: str, x: Vector) -> Vector:
+    """The query, key or value ("q", "k", "v") of one token."""
+    y = times(weights[f"self_attn.{part}_proj.weight"], x)
+    return plus(y, weights[f"self_attn.{part}_proj.bias"][0]) if config.attention_bias else y
+
+
+def head_norm(config: ModelConfig, x: Vector, gain: Vector) -> Vector:
+    """Each head of a query or key normed by itself."""
+    width = config.head_width
+    return [number for start in range(0, len(x), width)
+            for number in rms_norm(x[start:start + width], gain, config.norm_eps)]
 
 
 def attention(config: ModelConfig, query: Vector, keys: list[Vector], values: list[Vector]) -> Vector:
@@ -92,10 +109,10 @@ def attention(config: ModelConfig, query: Vector, keys: list[Vector], values: li
 
 
 def rotary(config: ModelConfig, x: Vector, position: int) -> Vector:
-    """Turn each pair (2i, 2i + 1) of each head by position * theta ** (-2i / head_width)."""
-    turned: Vector = []
+    """Turn each pair (2i, 2i + 1) of each head by position * theta ** (-2i / head_width), or slower (``rotary.py``)."""
+    frequencies, turned = config.rope_frequencies, []
     for i in range(0, len(x), 2):
-        angle = position * config.rope_theta ** (-(i % config.head_width) / config.head_width)
+        angle = position * frequencies[i % config.head_width // 2]
         c, s = cos(angle), sin(angle)
         turned += [x[i] * c - x[i + 1] * s, x[i] * s + x[i + 1] * c]
     return turned

@@ -7,7 +7,8 @@ is allowed. ``check_against`` asks what only the model knows; what only an engin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from .errors import CapacityError, RequestError
 from .model_config import MAX_CONTEXT, MAX_VOCABULARY, TOKEN_SHAPE, ModelConfig
@@ -31,6 +32,13 @@ def _require_text(name: str, value: object) -> None:
         raise RequestError(f"{name} must be a string that is not empty, not {value!r}")
     if any("\ud800" <= c <= "\udfff" for c in value):
         raise RequestError(f"{name} {value!r} holds half of a surrogate pair, which is no character")
+
+
+def _repr(record: Any) -> str:
+    """What a dataclass would print of itself, without the fields that have their defaults."""
+    shown = [f"{field.name}={value!r}" for field in fields(record)
+             if (value := getattr(record, field.name)) != field.default]
+    return f"{type(record).__name__}({', '.join(shown)})"
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class SamplingParams:
     stop: Sequence[str] = ()  # kept as a tuple
     logprobs: int | None = None
     n: int = 1
+    __repr__ = _repr
 
     def __post_init__(self) -> None:
         _require_number("temperature", self.temperature, 0.0, 1e6)
@@ -121,6 +130,7 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     stop_tokens: Sequence[int] = ()  # kept as a tuple
     cache_salt: str | None = None
+    __repr__ = _repr
 
     def __post_init__(self) -> None:
         _require_text("request_id", self.request_id)
@@ -185,6 +195,7 @@ class TokenEvent:
     error: str | None = None
     sample: int = 0
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    __repr__ = _repr
 
 
 # -------------------------------------------------------------------------------------------------- shapes

@@ -21,8 +21,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
-from itertools import accumulate
+from itertools import accumulate, repeat
 from math import exp, inf, isnan, log
+from operator import sub
 
 from .errors import BackendError
 from .schema import SamplingParams
@@ -67,15 +68,15 @@ def sample(logits: Sequence[float], params: SamplingParams, draws: Draws, prompt
     """
     highest = _highest(logits, "the logits")
     adjusted = adjust(logits, params, prompt, generated, end_tokens)
-    best = _highest(adjusted, "the adjusted logits")
+    best = highest if adjusted is logits else _highest(adjusted, "the adjusted logits")
     token = adjusted.index(best) if params.temperature == 0.0 else _draw(adjusted, best, params, draws)
-    norm = highest + log(sum(exp(value - highest) for value in logits))
+    norm = highest + log(sum(map(exp, map(sub, logits, repeat(highest)))))
     return Choice(token, logits[token] - norm, _top_logprobs(logits, norm, token, params.logprobs))
 
 
 def _highest(logits: Sequence[float], what: str) -> float:
     highest = max(logits)
-    if not -inf < highest < inf or any(map(isnan, logits)):
+    if not -inf < highest < inf or (isnan(sum(logits)) and any(map(isnan, logits))):  # NaN stays in a sum
         raise BackendError(f"{what} hold NaN or infinity, or are all -inf: no token can be chosen from them")
     return highest
 
@@ -91,13 +92,16 @@ def _top_logprobs(logits: Sequence[float], norm: float, token: int,
 
 
 def adjust(logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], generated: Sequence[int],
-           end_tokens: Collection[int]) -> list[float]:
+           end_tokens: Collection[int]) -> Sequence[float]:
     """Logits with bias and penalties applied and, before ``min_tokens``, no way to end.
 
     repetition   of tokens in prompt or output: a positive logit is divided by it, a negative one multiplied
                  (Keskar et al. 2019, "CTRL")
     presence     subtracted once from tokens in the output; frequency as often as they stand there (OpenAI's API)
     """
+    if len(generated) >= params.min_tokens and not (
+            params.bias or params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty):
+        return logits  # as nearly always; a vocabulary is long
     adjusted = list(logits)
     for token, bias in params.bias:
         adjusted[token] += bias

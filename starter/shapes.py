@@ -17,7 +17,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -251,7 +251,7 @@ class Record:
 
     make: Callable[..., Any]
     fields: Mapping[str, Shape]
-    sparse: bool = False  # dump leaves out fields that have their default
+    sparse: bool | Collection[str] = False  # dump leaves out fields (these, or any) that have their default
 
     def _required(self) -> list[str]:
         return [name for name in self.fields if name not in self._defaults()]
@@ -279,9 +279,10 @@ class Record:
             raise SchemaError(str(error), path) from None
 
     def dump(self, value: Any) -> object:
-        defaults = self._defaults() if self.sparse else {}
+        defaults = self._defaults()
+        sparse = self.sparse if isinstance(self.sparse, Collection) else self.fields if self.sparse else ()
         return {name: shape.dump(getattr(value, name)) for name, shape in self.fields.items()
-                if name not in defaults or getattr(value, name) != defaults[name]}
+                if name not in sparse or name not in defaults or getattr(value, name) != defaults[name]}
 
     def json_schema(self) -> dict[str, object]:
         properties = {name: shape.json_schema() for name, shape in self.fields.items()}

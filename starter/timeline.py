@@ -103,6 +103,10 @@ class Timeline:
     def __repr__(self) -> str:
         return f"<Timeline: {self.recorded} events, {len(self._events)} kept>"
 
+    def _repr_html_(self) -> str:
+        from .notebook import gantt
+        return gantt(self)
+
     @property
     def events(self) -> tuple[Event, ...]:
         """The events kept in memory, oldest first."""

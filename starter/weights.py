@@ -4,9 +4,11 @@ A checkpoint is a mapping of names to float32 tensors, under the names Hugging F
 
     model.embed_tokens.weight                           [vocab, width]
     model.layers.<i>.input_layernorm.weight             [width]
-    model.layers.<i>.self_attn.q_proj.weight            [width, width]
+    model.layers.<i>.self_attn.q_proj.weight            [q_width, width]
     model.layers.<i>.self_attn.{k,v}_proj.weight        [kv_width, width]
-    model.layers.<i>.self_attn.o_proj.weight            [width, width]
+    model.layers.<i>.self_attn.{q,k,v}_proj.bias        [q_width or kv_width]   only with attention_bias
+    model.layers.<i>.self_attn.{q,k}_norm.weight        [head_width]     only with qk_norm
+    model.layers.<i>.self_attn.o_proj.weight            [width, q_width]
     model.layers.<i>.post_attention_layernorm.weight    [width]
     model.layers.<i>.mlp.{gate,up}_proj.weight          [ffn_width, width]
     model.layers.<i>.mlp.down_proj.weight               [width, ffn_width]
@@ -69,18 +71,22 @@ Weights = Mapping[str, Tensor]
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a model of this configuration consists of, in the order of the module's docstring."""
-    width, ffn_width, kv_width = config.width, config.ffn_width, config.kv_width
+    width, ffn_width, q_width, kv_width = config.width, config.ffn_width, config.q_width, config.kv_width
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (width,),
-        "self_attn.q_proj.weight": (width, width),
+        "self_attn.q_proj.weight": (q_width, width),
         "self_attn.k_proj.weight": (kv_width, width),
         "self_attn.v_proj.weight": (kv_width, width),
-        "self_attn.o_proj.weight": (width, width),
+        "self_attn.o_proj.weight": (width, q_width),
         "post_attention_layernorm.weight": (width,),
         "mlp.gate_proj.weight": (ffn_width, width),
         "mlp.up_proj.weight": (ffn_width, width),
         "mlp.down_proj.weight": (width, ffn_width),
     }
+    if config.attention_bias:
+        layer.update({f"self_attn.{part}_proj.bias": layer[f"self_attn.{part}_proj.weight"][:1] for part in "qkv"})
+    if config.qk_norm:
+        layer.update({f"self_attn.{part}_norm.weight": (config.head_width,) for part in "qk"})
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, width)}
     for i in range(config.layers):
         shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
@@ -97,17 +103,17 @@ def seeded_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
     """Random weights, the same bits on every platform and Python version: O(parameters), about 0.1 us each.
 
     A matrix is uniform with variance 1 / columns, so that a normed vector keeps its scale through it; a gain is
-    uniform in [0.75, 1.25), so that leaving it out is noticed. Each tensor has a generator of its own, seeded by
-    the seed and its name: another layer more changes none of the others.
+    uniform in [0.75, 1.25), so that leaving it out is noticed, a bias in [-0.25, 0.25). Each tensor has a generator of
+    its own, seeded by the seed and its name: another layer more changes none of the others.
     """
-    return {name: _draw(shape, f"{seed}/{name}") for name, shape in tensor_shapes(config).items()}
+    return {name: _draw(name, shape, seed) for name, shape in tensor_shapes(config).items()}
 
 
-def _draw(shape: tuple[int, ...], seed: str) -> Tensor:
+def _draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     # Only steps that are exact everywhere: SHA-256, the Mersenne Twister's random(), and IEEE 754's own operations
     # (+ * sqrt, rounding to float32). No gauss(): its log() and cos() differ in the last bit between C libraries.
-    uniform = random.Random(int.from_bytes(hashlib.sha256(seed.encode()).digest(), "big")).random
-    centre, reach = (0.0, sqrt(3.0 / shape[-1])) if len(shape) == 2 else (1.0, 0.25)
+    uniform = random.Random(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest(), "big")).random
+    centre, reach = (0.0, sqrt(3.0 / shape[1])) if len(shape) == 2 else (0.0 if name.endswith("bias") else 1.0, 0.25)
     low, span = centre - reach, 2.0 * reach
     return Tensor(shape, array("f", [low + span * uniform() for _ in range(prod(shape))]))
 

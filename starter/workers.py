@@ -22,9 +22,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import lru_cache
 from threading import Event
-from types import MethodType
 from typing import Any, Union
 
 from .backend import KVStore
@@ -144,10 +142,11 @@ class Worker:
 
     def ask(self, name: str, *arguments: Any) -> Callable[[], Any]:
         """Send one of the operations of ``Shelves``; what is returned waits for the answer. From any thread."""
-        if not self.alive:
-            raise WorkerLost(str(self))
         sent = Event()
-        answer = self._thread.submit(self._exchange, (name, arguments), sent)
+        try:
+            answer = self._thread.submit(self._exchange, (name, arguments), sent)
+        except RuntimeError:  # the thread was shut down
+            raise WorkerLost(str(self)) from None
         sent.wait()  # else the thread would find no time while the caller computes
         return answer.result
 
@@ -155,7 +154,7 @@ class Worker:
         """In the thread: send a message and receive its answer."""
         assert self._process.stdin and self._process.stdout
         try:
-            Pickler(self._process.stdin, protocol=5).dump(message)
+            pickle.dump(message, self._process.stdin, protocol=5)
             self._process.stdin.flush()
             sent.set()
             succeeded, answer = pickle.load(self._process.stdout)
@@ -177,22 +176,6 @@ def _end(process: subprocess.Popen[bytes], thread: ThreadPoolExecutor) -> None:
         with suppress(OSError):  # what it did not read any more is of no use
             pipe.close()
     thread.shutdown(wait=False)
-
-
-class Pickler(pickle.Pickler):
-    """Sends a method's ``lru_cache`` as a new, empty one."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        """See ``pickle.Pickler``."""
-        method = getattr(obj, "__wrapped__", None)
-        if not isinstance(method, MethodType):
-            return NotImplemented
-        return memo_of, (method, obj.cache_parameters()["maxsize"])
-
-
-def memo_of(method: MethodType, maxsize: int) -> Callable[..., Any]:
-    """What ``Pickler`` makes of a method's memo."""
-    return lru_cache(maxsize)(method)
 
 
 def serve() -> None:

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+from starter.rotary import FactorScaling, LinearScaling, Llama3Scaling
 from starter.schema import ModelConfig
 
 
-def random_config(dice: random.Random, group: int | None = None, tied: bool | None = None) -> ModelConfig:
-    """``group`` query heads for each key/value head: 1 is plain, more is grouped attention. None: as the dice fall."""
+def random_config(dice: random.Random, group: int | None = None, tied: bool | None = None,
+                  plain: bool = True) -> ModelConfig:
+    """``group`` query heads for each key/value head: 1 is plain, more is grouped attention. None: as the dice fall.
+    Not ``plain``: also with what Llama's successors added."""
+    config = _plain_config(dice, group, tied)
+    if plain:
+        return config
+    head_dim = dice.choice((2, 4, 6))
+    scalings = (None, LinearScaling(4.0), Llama3Scaling(8.0, 1.0, 4.0, 32),
+                FactorScaling(tuple(dice.uniform(1.0, 8.0) for _ in range(head_dim // 2))))
+    return replace(config, width=dice.randint(4, 12), head_dim=head_dim, attention_bias=dice.random() < 0.5,
+                   qk_norm=dice.random() < 0.5, rope_scaling=dice.choice(scalings))
+
+
+def _plain_config(dice: random.Random, group: int | None, tied: bool | None) -> ModelConfig:
     group = group or dice.choice((1, 2, 4))
     kv_heads, head_width = dice.choice((1, 2)), dice.choice((2, 4, 6))
     heads = kv_heads * group

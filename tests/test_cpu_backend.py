@@ -12,6 +12,7 @@ from math import exp, fsum, inf, isnan, nan, sqrt
 from starter.batch import Batch, Piece, Span
 from starter.cpu_backend import CpuBackend, CpuKVStore, silu
 from starter.quantization import dequantize
+from starter.rotary import rotary_frequencies
 from starter.schema import ModelConfig, QuantizationConfig
 from starter.weights import Tensor
 
@@ -76,8 +77,16 @@ class OperationsTest(Case):
                     turned += [pair.real, pair.imag]
                 wanted.append(turned)
             with self.subTest(seed=seed):
-                self.check(CPU.rotate(x, positions, head_width, theta), wanted)
-                self.assertEqual(CPU.rotate(x, [0, 0, 0], head_width, theta), x)
+                turns = rotary_frequencies(head_width, theta)
+                self.check(CPU.rotate(x, positions, turns), wanted)
+                self.assertEqual(CPU.rotate(x, [0, 0, 0], turns), x)
+
+    def test_norm_heads_and_bias(self) -> None:
+        """Each head by itself: (3, 4) has the root mean square 5 / sqrt(2), whatever its neighbour is."""
+        normed = CPU.norm_heads([[3.0, 4.0, 0.0, 2.0]], [1.0, 10.0], 0.0)
+        self.check(normed, [[0.6 * sqrt(2), 8.0 * sqrt(2), 0.0, 10.0 * sqrt(2)]])
+        loaded = CPU.matrix(tensor([[1.0, 2.0], [0.0, -1.0]]), None)
+        self.assertEqual(CPU.linear(loaded, [[3.0, 4.0], [0.0, 0.0]], [0.5, -0.5]), [[11.5, -4.5], [0.5, -0.5]])
 
     def test_swiglu(self) -> None:
         gate, up = [numbers(random.Random(1), 9)], [numbers(random.Random(2), 9)]
@@ -109,7 +118,7 @@ class OperationsTest(Case):
             bad = [nan if i == place else number for i, number in enumerate(clean)]
             for name, operation in {
                     "norm": lambda x: CPU.norm(x, gain, 1e-5), "linear": lambda x: CPU.linear(weights, x),
-                    "rotate": lambda x: CPU.rotate(x, [3, 3, 3], 2, 1e4), "add": lambda x: CPU.add(x, [clean] * 3),
+                    "rotate": lambda x: CPU.rotate(x, [3, 3, 3], (1.0,)), "add": lambda x: CPU.add(x, [clean] * 3),
                     "swiglu(x, _)": lambda x: CPU.swiglu(x, [clean] * 3),
                     "swiglu(_, x)": lambda x: CPU.swiglu([[-1e9] * 4] * 3, x)}.items():
                 with self.subTest(name=name, place=place):

@@ -20,10 +20,11 @@ from starter.cpu_backend import CpuBackend
 from starter.errors import BackendError
 from starter.int8_pages import Int8KVStore
 from starter.lane_backend import LaneBackend
-from starter.lane_pages import FULL, LaneKVStore
+from starter.lane_pages import MOST_POSITIONS, LaneKVStore
 from starter.llama2c import read_llama2c
 from starter.model import Model
 from starter.play import play, tokens_of
+from starter.rotary import rotary_frequencies
 from starter.schema import QuantizationConfig
 from starter.weights import Tensor, seeded_weights
 from tests.models import random_config
@@ -72,12 +73,13 @@ class LoadTest(unittest.TestCase):
             LaneBackend()
 
     def test_contexts_that_are_too_long(self) -> None:
-        longest = replace(CONFIG, max_context=FULL // 2)
-        self.assertIsInstance(LANES.kv_store(longest, 1, 1), LaneKVStore)
-        too_long = replace(CONFIG, max_context=FULL // 2 + 1)
-        with self.assertRaisesRegex(BackendError, r"at most 32,768 positions, not the model's 32,769; use backend="):
-            LANES.kv_store(too_long, 1, 1)
-        self.assertIsInstance(LANES.kv_store(too_long, 1, 1, (), "int8"), Int8KVStore)
+        """What counts is the longest context that both the model and the pages have room for."""
+        long = replace(CONFIG, max_context=20_000)
+        for model, pages in ((long, 1024), (replace(CONFIG, max_context=MOST_POSITIONS), 2000)):
+            self.assertIsInstance(LANES.kv_store(model, pages, 8), LaneKVStore)
+        with self.assertRaisesRegex(BackendError, r"at most 8,192 positions, not 8,200; take fewer pages, or backend="):
+            LANES.kv_store(long, 1025, 8)
+        self.assertIsInstance(LANES.kv_store(long, 1025, 8, (), "int8"), Int8KVStore)
 
     def test_the_plan(self) -> None:
         backend, dice = LaneBackend(), random.Random(1)
@@ -137,7 +139,8 @@ class OperationsTest(unittest.TestCase):
             d, heads, theta = 2 * dice.randint(1, 5), dice.randint(1, 3), dice.choice((100.0, 1e4))
             x, positions = draw_rows(dice, 3, heads * d), [0, 1, dice.randrange(2**20)]
             with self.subTest(seed=seed):
-                self.assertEqual(LANES.rotate(x, positions, d, theta), PLAIN.rotate(x, positions, d, theta))
+                turns = rotary_frequencies(d, theta)
+                self.assertEqual(LANES.rotate(x, positions, turns), PLAIN.rotate(x, positions, turns))
 
     def test_swiglu(self) -> None:
         gate, up = draw_rows(random.Random(1), 1, 9), draw_rows(random.Random(2), 1, 9)

@@ -208,16 +208,23 @@ class AttentionTest(Case):
         self.assertEqual(tokens.last(2), [0.0, 0.0])
 
     def test_keys_at_their_bounds_and_queries_along_them(self) -> None:
-        """The largest scores there can be: no lane overflows."""
+        """The largest scores there can be, all of the query in one head: no lane overflows."""
         for d, sign, turn in product((2, 6, 64), (1.0, -1.0), (1.0, -1.0)):
             tokens = draw_tokens(d, 5, 2, 1, d)
             tokens.k = [[(turn if t % 2 else 1.0) * sign * bound for bound in tokens.bounds.keys] for t in range(5)]
             tokens.v = [[(-1.0) ** t * sign * bound for bound in tokens.bounds.values] for t in range(5)]
-            # one head has all of it, and every query is in units of keys as long as the other's: full lanes
             for size in (1.0, 1.23, 1.5, 1.77, 1.999):
                 tokens.q = [[size / bound if i < d else 0.0 for i, bound in enumerate(tokens.bounds.keys)]] * 5
                 with self.subTest(d=d, sign=sign, turn=turn, size=size):
                     self.check_close(tokens.last(4), in_integers(tokens, 4))
+
+
+    def test_room_for_rounding(self) -> None:
+        """Ten numbers of 6553.6 times 32767 fit into a lane; rounded to 6554 they would not."""
+        tokens = Tokens(1, 1, 10, KVBounds([1.0] * 10, [1.0] * 10), [[6553.6 * MOST * sqrt(10)] * 10] * 3,
+                        [[sign] * 10 for sign in (1.0, -1.0, 0.0)], [[number] * 10 for number in (0.25, 0.5, 0.75)])
+        self.check_close(tokens.last(4), in_integers(tokens, 2))
+        self.check_close(tokens.last(4), [0.25] * 10, 1e-4)
 
 
 class SoftmaxTest(unittest.TestCase):
@@ -336,8 +343,10 @@ class SameBitsTest(unittest.TestCase):
                 other.copy_page(page, copy, store if elsewhere else None)
             with self.subTest(page_size=page_size, end=end, elsewhere=elsewhere):
                 wrong = Tokens(2, 2, 4, self.tokens.bounds, self.tokens.q, self.tokens.k[::-1], self.tokens.v[::-1])
-                wrong.served(store, pages, first=end)  # the origin goes on otherwise
+                theirs = wrong.served(store, pages, first=end)  # the origin goes on otherwise
                 self.assertEqual(self.tokens.served(other, copies, first=end), self.alone[end:])
+                batch = Batch.of([Piece([0], 19, pages, False)], page_size)
+                self.assertEqual(store.attend(wrong.q[19:], 0, batch), theirs[-1:])
 
     def test_layers_are_apart(self) -> None:
         tokens = draw_tokens(5, 6, 1, 1, 2)
@@ -388,6 +397,14 @@ class StoreTest(Case):
             key, value = store.read(0, offset)
             self.check_close(key, [0.5, (-1) ** offset * 2.0, -0.5], 1e-4)
             self.check_close(value, [-0.25, (-1) ** offset * 2.0, 0.25], 1e-4)
+
+    def test_writing_the_first_slot_empties_the_page(self) -> None:
+        tokens = draw_tokens(1, 8, 2, 1, 2)
+        store = tokens.store(8)
+        tokens.served(store, (0,))
+        store.write(0, 0, tokens.k[0], tokens.v[0])
+        self.assertEqual([len(head) for head in store.values[0][0]], [1, 1])
+        self.assertLess(max(map(abs, store.keys[0][0])), 2**15)
 
     def test_what_is_no_number(self) -> None:
         """In a query it makes the row NaN, and no other row; in a key or a value it leaves its neighbours alone."""

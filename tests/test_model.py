@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import unittest
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import inf, nan
 
@@ -15,7 +17,7 @@ from starter.errors import SchemaError
 from starter.model import Model
 from starter.reference import reference_logits
 from starter.schema import ModelConfig, QuantizationConfig
-from starter.weights import seeded_weights, tensor_shapes
+from starter.weights import Tensor, seeded_weights, tensor_shapes
 from tests.models import random_config
 
 PAGES = 24
@@ -45,10 +47,10 @@ def random_cuts(dice: random.Random, length: int) -> list[int]:
 class ForwardTest(unittest.TestCase):
     def test_equal_to_the_reference_at_every_position(self) -> None:
         """V6: prefill in one piece, then one token at a time: within 1e-9 of computing it all anew."""
-        for seed in range(24):
+        for seed in range(48):
             with self.subTest(seed=seed):
                 dice = random.Random(seed)
-                config = random_config(dice, group=(1, 2, 4)[seed % 3], tied=seed % 2 == 0)
+                config = random_config(dice, group=(1, 2, 4)[seed % 3], tied=seed % 2 == 0, plain=seed < 24)
                 model, parameters = made(config, seed), made(config, seed).parameters()
                 tokens = dice.choices(range(config.vocab_size), k=dice.randint(2, 9))
                 store = model.new_store(num_pages=9, page_size=1)
@@ -66,7 +68,7 @@ class ForwardTest(unittest.TestCase):
         for seed in range(40):
             with self.subTest(seed=seed):
                 dice = random.Random(seed)
-                config = random_config(dice)
+                config = random_config(dice, plain=seed % 2 == 0)
                 model, page_size = made(config, seed), dice.randint(1, 5)
                 tokens = dice.choices(range(config.vocab_size), k=dice.randint(2, 14))
                 store = fill(model.new_store(PAGES, page_size), page_size, dice.choice((nan, inf, -inf, 7.0)))
@@ -117,6 +119,50 @@ class ForwardTest(unittest.TestCase):
         self.assertNotEqual(model.forward_uncached([1]), model.forward_uncached([2]))
 
 
+class KVBoundsTest(unittest.TestCase):
+    """A store may lay its grid by the bounds, so no key and no value may ever be larger."""
+
+    def test_nothing_is_larger(self) -> None:
+        for seed in range(30):
+            with self.subTest(seed=seed):
+                dice = random.Random(seed)
+                config = random_config(dice, plain=seed % 3 == 0)
+                model = made(config, seed)
+                tokens = dice.choices(range(config.vocab_size), k=20)
+                for layer, (keys, values) in self.stored(model, tokens):
+                    bounds = model.kv_bounds[layer]
+                    for numbers, most in ((keys, bounds.keys), (values, bounds.values)):
+                        self.assertTrue(all(abs(n) <= bound * (1 + 1e-9) for n, bound in zip(numbers, most)))
+
+    def test_they_are_reached(self) -> None:
+        """The first layer's value 0 of a token whose embedding points where its weights, and its bias, do."""
+        for bias in (False, True):
+            config = replace(random_config(random.Random(1)), attention_bias=bias)
+            weights = seeded_weights(config, 1)
+            prefix, width = "model.layers.0.", config.width
+            row = weights[f"{prefix}self_attn.v_proj.weight"].values[:width]
+            direction = [1e4 * a * b for a, b in zip(row, weights[f"{prefix}input_layernorm.weight"].values)]
+            if bias and weights[f"{prefix}self_attn.v_proj.bias"].values[0] < 0:
+                direction = [-number for number in direction]
+            embedding = weights["model.embed_tokens.weight"]
+            weights["model.embed_tokens.weight"] = Tensor(
+                embedding.shape, array("f", direction) + embedding.values[width:])
+            model = Model(config, weights, CpuBackend())
+            _, (_, values) = next(self.stored(model, [0]))
+            self.assertAlmostEqual(abs(values[0]) / model.kv_bounds[0].values[0], 1.0, places=5)
+
+    def stored(self, model: Model, tokens: Sequence[int]) -> Iterator[tuple[int, tuple[list[float], list[float]]]]:
+        """Layer, and a token's key and value in it."""
+        store = model.new_store(1, len(tokens))
+        model.forward(Batch.of([Piece(tokens, 0, [0], False)], len(tokens)), store)
+        width = model.config.kv_width
+        for offset in range(len(tokens)):
+            key, value = store.read(0, offset)
+            for layer in range(model.config.layers):
+                part = slice(layer * width, (layer + 1) * width)
+                yield layer, (key[part], value[part])
+
+
 class WeightsTest(unittest.TestCase):
     def test_a_quantized_model_computes_with_the_stored_numbers(self) -> None:
         for bits, group_size in ((8, 4), (4, None)):
@@ -131,7 +177,7 @@ class WeightsTest(unittest.TestCase):
 
     def test_parameters_are_the_weights_that_were_given(self) -> None:
         for tied in (True, False):
-            config = random_config(random.Random(4), tied=tied)
+            config = replace(random_config(random.Random(4), tied=tied), attention_bias=not tied, qk_norm=not tied)
             weights, parameters = seeded_weights(config, 4), made(config, 4).parameters()
             self.assertEqual(set(parameters), set(weights))
             for name, shape in tensor_shapes(config).items():

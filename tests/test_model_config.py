@@ -15,11 +15,13 @@ SIZES: dict[str, Any] = {"vocab_size": 5, "width": 8, "layers": 1, "heads": 4, "
 class ModelConfigTest(unittest.TestCase):
     def test_widths_follow(self) -> None:
         config = ModelConfig(**SIZES)
-        self.assertEqual((config.head_width, config.kv_width), (2, 4))
+        self.assertEqual((config.head_width, config.q_width, config.kv_width), (2, 8, 4))
+        config = ModelConfig(**{**SIZES, "width": 9, "head_dim": 6})  # heads need not share out the width
+        self.assertEqual((config.head_width, config.q_width, config.kv_width), (6, 24, 12))
 
     def test_sizes_that_do_not_fit_together(self) -> None:
         for change, path in (({"width": 9}, "/width"), ({"kv_heads": 3}, "/kv_heads"), ({"heads": 8}, "/width"),
-                             ({"bos_token": 5}, "/bos_token"), ({"eos_tokens": (1, 5)}, "/eos_tokens")):
+                             ({"head_dim": 3}, "/head_dim"), ({"bos_token": 5}, "/bos_token"), ({"eos_tokens": (1, 5)}, "/eos_tokens")):
             with self.subTest(change=change), self.assertRaises(SchemaError) as caught:
                 ModelConfig(**{**SIZES, **change})
             self.assertEqual(caught.exception.path, path)

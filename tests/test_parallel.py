@@ -30,12 +30,13 @@ from starter.parallel import ParallelModel, ParallelStore
 from starter.play import play, tokens_of
 from starter.schema import EngineSettings, SamplingParams, load_scenario
 from starter.timeline import VirtualClock
-from starter.workers import Pickler, Shelves, WorkerLost
+from starter.workers import Shelves, WorkerLost
 from tests.extras import needs
 from tests.paths import FIXTURE
 from tests.support import CONFIG, FIVE, HEALTHY, ROOMY, SERVINGS, TIGHT, TOKENIZER, WEIGHTS, Ask, EngineCase, prompt_of
 from tests.test_backend import check_operations
 
+TOKENS = (4, 15, 9)
 LANES = Model(CONFIG, WEIGHTS, load_backend("cpu"))
 
 
@@ -45,7 +46,7 @@ def sent(message: Any) -> Any:
         write = bytearray.extend
 
     memory = Memory()
-    Pickler(memory, protocol=5).dump(message)  # type: ignore[arg-type]
+    pickle.dump(message, memory, protocol=5)  # type: ignore[arg-type]
     return pickle.loads(memory)
 
 
@@ -257,11 +258,11 @@ class Pages(EngineCase):
     def test_it_has_every_operation_of_a_store(self) -> None:
         check_operations(self, ParallelStore, KVStore)
 
-    def on_both(self, seed: int = 3) -> tuple[ParallelModel, ParallelStore]:
-        """Pages 0 and 1 computed by the parent, 2 and 3 by the child."""
+    def on_both(self, kv_quantization: str | None = None) -> tuple[ParallelModel, ParallelStore]:
+        """Pages 0 and 1 computed by the parent, 2 and 3 by the child, from the same three tokens."""
         model = crew(2)
-        store = model.new_store(6, 2)
-        batch = Batch.of([Piece(prompt_of(random.Random(seed), 3), 0, pages, False) for pages in ((0, 1), (2, 3))], 2)
+        store = model.new_store(6, 2, kv_quantization)
+        batch = Batch.of([Piece(TOKENS, 0, pages, False) for pages in ((0, 1), (2, 3))], 2)
         model.forward(batch, store)
         self.assertEqual([work.pieces for work in model.work], [1, 1])
         return model, store
@@ -270,7 +271,7 @@ class Pages(EngineCase):
         model, store = self.on_both()
         host = model.new_store(2, 2)
         plain = HEALTHY.model.new_store(2, 2)
-        HEALTHY.model.forward(Batch.of([Piece(prompt_of(random.Random(3), 3), 0, (0, 1), False)], 2), plain)
+        HEALTHY.model.forward(Batch.of([Piece(TOKENS, 0, (0, 1), False)], 2), plain)
         for page in (0, 2):
             self.assertEqual(store.read(page, 1), plain.read(0, 1))
             store.copy_page(page, 4)
@@ -307,26 +308,29 @@ class Pages(EngineCase):
             store.copy_page(i, page, host)
         with losses():
             got = model.forward(Batch.of([Piece([7], 3, (4, 5), True)], 2), store)
-        tokens = [*prompt_of(random.Random(3), 3), 7]
-        self.assertEqual(got, [HEALTHY.model.forward_uncached(tokens)])
+        self.assertEqual(got, [HEALTHY.model.forward_uncached([*TOKENS, 7])])
         self.assertEqual(model.work[0].tokens, 3 + 4)
 
-    def test_tails_of_int8_pages_go_everywhere(self) -> None:
-        """Also those of pages that were moved, or computed again."""
+    def test_no_tail_of_an_int8_page_stays(self) -> None:
+        """In no process, wherever pages were moved."""
+        model = crew(2)
+        engine = engine_on(model, **{**ROOMY, "kv_quantization": "int8"})
+        Ask((1, 2, 3, 4, 5), 9, SamplingParams(1.0, n=8)).submit(engine, "r")
+        engine.run()
+        store = engine.kv.store
+        self.assertGreater(sum(work.pages for work in model.work), 0)
+        for process, member in enumerate(model.crew):
+            store.tell_settled(process)
+            self.assertEqual(member.stores[store.key].tails, {})
+        self.assertFalse(store._tails)
+
+    def test_nor_that_of_a_page_that_was_computed_again(self) -> None:
+        model, store = self.on_both("int8")
+        model.crew[1].close()
         with losses():
-            for processes, patience in ((2, 10**9), (3, 25)):
-                model = crew(processes)
-                engine = engine_on(model, **{**ROOMY, "kv_quantization": "int8"})
-                Ask((1, 2, 3, 4, 5), 9, SamplingParams(1.0, n=8)).submit(engine, "r")
-                for member in model.crew[2:]:
-                    member.patience = patience
-                engine.run()
-                store = engine.kv.store
-                for process, member in enumerate(model.crew):
-                    if member.alive:
-                        store.tell_settled(process)
-                        self.assertEqual(member.stores[store.key].tails, {})
-                self.assertFalse(store._tails)
+            model.forward(Batch.of([Piece([7], 3, (2, 3), True)], 2), store)
+        store.tell_settled(0)
+        self.assertEqual((store._tails, set(store.local.tails)), ({0, 1, 3}, {0, 1, 3}))
 
     def test_a_store_that_nobody_uses_is_given_up(self) -> None:
         model = crew(2)

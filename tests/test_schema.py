@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from starter.errors import SchemaError
+from starter.rotary import Llama3Scaling
 from starter.schema import (
     EngineSettings,
     Golden,
@@ -38,7 +39,10 @@ SCHEMA = ROOT / "fixtures" / "scenario.schema.json"
 DOCUMENT: dict[str, Any] = {
     "version": 1, "name": "all", "description": "h\u00e9",
     "model": {"vocab_size": 5, "width": 8, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_width": 6, "max_context": 9,
-              "rope_theta": 100.5, "norm_eps": 0.5, "tied_output": False, "bos_token": 0, "eos_tokens": [1]},
+              "rope_theta": 100.5, "norm_eps": 0.5, "tied_output": False, "bos_token": 0, "eos_tokens": [1],
+              "attention_bias": True, "qk_norm": True,
+              "rope_scaling": {"kind": "llama3", "factor": 8.5, "low_freq_factor": 0.5, "high_freq_factor": 4.5,
+                               "original_context": 64.5}},
     "weights": {"source": "seeded", "seed": 3, "sha256": "f" * 64},
     "tokenizer": {"characters": "abc", "specials": ["<b>", "<e>"]},
     "engine": {"page_size": 2, "num_pages": 9, "kv_budget_bytes": 1000, "budget_tokens": 4, "max_running": 2,
@@ -130,7 +134,8 @@ class Case(unittest.TestCase):
 class RoundTripTest(Case):
     def test_every_key_arrives(self) -> None:
         scenario = parse_scenario(json.dumps(DOCUMENT))
-        self.assertEqual(scenario.model, ModelConfig(5, 8, 1, 4, 2, 6, 9, 100.5, 0.5, False, 0, (1,)))
+        self.assertEqual(scenario.model, ModelConfig(
+            5, 8, 1, 4, 2, 6, 9, 100.5, 0.5, False, 0, (1,), None, True, True, Llama3Scaling(8.5, 0.5, 4.5, 64.5)))
         self.assertEqual((scenario.model.head_width, scenario.model.kv_width), (2, 4))
         self.assertEqual(scenario.engine, EngineSettings(
             page_size=2, num_pages=9, kv_budget_bytes=1000, budget_tokens=4, max_running=2, batching="static",
@@ -179,7 +184,7 @@ class RefusalTest(Case):
     def test_unknown_keys(self) -> None:
         objects = [place for place, value in places(DOCUMENT) if isinstance(value, dict)]
         objects.remove(("golden", "tokens"))  # the one whose keys are free
-        self.assertEqual(len(objects), 17)
+        self.assertEqual(len(objects), 18)
         for place in objects:
             for key in ("extra", "", "Name", "a/b~c", "\ud800", "x" * 1000):
                 with self.subTest(place=place, key=key[:9]):

@@ -68,6 +68,18 @@ class ShapesTest(unittest.TestCase):
         self.assertEqual(set(tensor_shapes(UNTIED)) - set(shapes), {"lm_head.weight"})
         self.assertEqual(tensor_shapes(UNTIED)["lm_head.weight"], (11, 8))
 
+    def test_what_successors_of_llama_add(self) -> None:
+        config = ModelConfig(**{**vars(SMALL), "head_dim": 6, "attention_bias": True, "qk_norm": True})
+        shapes = {name.split(".1.self_attn.")[1]: shape for name, shape in tensor_shapes(config).items()
+                  if ".1.self_attn." in name}
+        self.assertEqual(shapes, {
+            "q_proj.weight": (24, 8), "k_proj.weight": (12, 8), "v_proj.weight": (12, 8), "o_proj.weight": (8, 24),
+            "q_proj.bias": (24,), "k_proj.bias": (12,), "v_proj.bias": (12,), "q_norm.weight": (6,),
+            "k_norm.weight": (6,)})
+        for name, drawn in seeded_weights(config, 3).items():
+            if name.endswith(".bias"):
+                self.assertTrue(min(drawn.values) < 0.0 < max(drawn.values) < 0.25, name)
+
     def test_parameters_of_a_published_model(self) -> None:
         stories260k = tensor_shapes(ModelConfig(
             vocab_size=512, width=64, layers=5, heads=8, kv_heads=4, ffn_width=172, max_context=512))

@@ -7,6 +7,7 @@ process that hangs fails the test.
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import unittest
@@ -162,6 +163,14 @@ class TwoProcesses(EngineCase):
 
 
 class NothingIsLeft(unittest.TestCase):
+    def test_after_an_interrupted_start(self) -> None:
+        with started() as processes, mock.patch.object(Worker, "wait_until_ready", side_effect=KeyboardInterrupt):
+            try:
+                engine_on()
+            except KeyboardInterrupt:  # before garbage is collected
+                [process] = processes
+                self.assertIsNotNone(process.returncode)
+
     def test_after_close_and_after_garbage_collection(self) -> None:
         with warnings.catch_warnings(), started() as processes:
             warnings.simplefilter("error")
@@ -190,8 +199,9 @@ class NothingIsLeft(unittest.TestCase):
         """It need not close anything, and what the child prints disturbs nobody."""
         lines = self.script("engine = InferenceEngine.from_scenario(scenario, Moody(), workers=2)",
                             "print(engine.generate([[17], [17], [17, 4]], 3))")
+        buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
         done = subprocess.run([sys.executable, "-X", "dev", "-"], input="\n".join(lines), capture_output=True,
-                              encoding="utf-8", timeout=PATIENCE)
+                              encoding="utf-8", env=buffered, timeout=PATIENCE)
         with InferenceEngine.from_scenario(load_scenario(FIXTURE), "reference") as engine:
             expected = engine.generate([[17], [17], [17, 4]], 3)
         printed = done.stdout.splitlines() + done.stderr.splitlines()

@@ -1,0 +1,65 @@
+"""How far is the engine? All milestones, one, or one test; each failure explains itself.
+
+    python3 -m acceptance                          M1 15 of 15 done ... M4 3 of 16
+    python3 -m acceptance M2                       one milestone
+    python3 -m acceptance test_dirty_pages         tests whose names contain this
+    python3 -m acceptance --seed 4711              the same models, weights and prompts again
+    python3 -m acceptance --timelines FOLDER       keep what every engine did, event by event
+    python3 -m acceptance wrong --help             the suite against engines that are wrong on purpose
+
+Exit code 0: everything asked for passed. 1: something failed. 2: no test has such a name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+NAMES = {"M1Reference": "schema and reference", "M2KVCache": "KV cache", "M3ContinuousBatching": "continuous batching",
+         "M4PagedKV": "paged KV", "M5Quantization": "quantization", "M6EndToEnd": "end to end"}
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python3 -m acceptance", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tests", nargs="*", metavar="TEST", help="milestones or (parts of) names of tests")
+    parser.add_argument("--seed", help="what to draw from; the default is another one in every run")
+    parser.add_argument("--timelines", metavar="FOLDER", help="write the timeline of every engine to a file in here")
+    options = parser.parse_args(arguments)
+    if options.seed:
+        os.environ["P07_SEED"] = options.seed  # before harness is imported
+    from acceptance.child import SEED, all_tests, run_apart
+    ids = [test_id for test_id in all_tests()
+           if not options.tests or any(word in test_id for word in options.tests)]
+    if not ids:
+        print(f"no test has a name with {' or '.join(options.tests)}; milestones: {', '.join(NAMES)}", file=sys.stderr)
+        return 2
+    environment = {"P07_TIMELINES": str(Path(options.timelines).resolve())} if options.timelines else {}
+    print(f"run seed {SEED}; --seed {SEED} draws the same again")
+    failed = [milestone for milestone in NAMES if not _show(
+        milestone, [test_id for test_id in ids if test_id.startswith(milestone)], run_apart, environment)]
+    print(f"still to do: {', '.join(name[:2] for name in failed)}" if failed else "all done")
+    return bool(failed)
+
+
+def _show(milestone, ids, run_apart, environment):
+    """Run and print one milestone; False if a test failed."""
+    outcomes = run_apart(ids, environment=environment)
+    states = [outcome.state for outcome in outcomes.values()]
+    passed, wanted = states.count("passed"), len(states) - states.count("skipped")
+    if ids:
+        print(f"\n{milestone[:2]} {NAMES[milestone]:22}{passed:3} of {wanted}{'  done' if passed == wanted else ''}",
+              flush=True)
+    for test_id, outcome in outcomes.items():
+        if outcome.state != "passed":
+            print(f"\n{outcome.state.upper()} {test_id}\n{outcome.message}", flush=True)
+    return passed == wanted
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["wrong"]:
+        from acceptance.matrix import main as main_of_matrix
+        sys.exit(main_of_matrix(sys.argv[2:]))
+    sys.exit(main())

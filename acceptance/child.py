@@ -1,0 +1,104 @@
+"""Runs acceptance tests in a process of their own, a line of JSON for each: what an engine does to its process, an exit
+with status 0 included, then costs it the tests that it kept from running, and nothing else.
+
+    outcomes = run_apart(["M2KVCache.test_dirty_pages", ...])     {test id: Outcome}, in order
+
+Against an engine that means harm (one that writes the lines itself, say) this is no protection; a grader needs walls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+if str(HERE) not in sys.path:
+    sys.path.insert(0, str(HERE))
+
+from harness import HANG_SECONDS, SEED
+from test_student_acceptance import MILESTONES
+
+START_SECONDS = 60  # that a process may take beside its tests
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """"passed", "failed" or "skipped", and the message."""
+
+    state: str
+    message: str = ""
+
+
+def all_tests():
+    """Ids of all acceptance tests: "M1Reference.test_golden_sequences", ..."""
+    return [f"{case.__name__}.{name}" for case in MILESTONES
+            for name in unittest.defaultTestLoader.getTestCaseNames(case)]
+
+
+def run_here(ids, variant=None):
+    """Yield (id, Outcome) of each test, with the engine as it is, or with a variant of it (acceptance/wrong)."""
+    cases = {case.__name__: case for case in MILESTONES}
+    with variant.installed() if variant else nullcontext():
+        for test_id in ids:
+            case, name = test_id.split(".")
+            result = unittest.TestResult()
+            cases[case](name).run(result)
+            yield test_id, _outcome(result)
+
+
+def _outcome(result):
+    if result.failures or result.errors:
+        [(_, report), *_] = result.failures + result.errors
+        return Outcome("failed", report.partition("AssertionError: ")[2].strip() or report)
+    return Outcome("skipped", result.skipped[0][1]) if result.skipped else Outcome("passed")
+
+
+def run_apart(ids, variant="", environment=None):
+    """Run the tests in a child process; in a further one what a test that ended its process left over."""
+    outcomes, left = {}, list(ids)
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder, "outcomes.jsonl")
+        while left:
+            lines.write_text("", encoding="utf-8")
+            ended = _run_child(lines, variant, left, {"P07_SEED": SEED, **(environment or {})})
+            for line in lines.read_text(encoding="utf-8").splitlines():
+                test_id, state, message = json.loads(line)
+                outcomes[test_id] = Outcome(state, message)
+            left = [test_id for test_id in left if test_id not in outcomes]
+            if left:
+                outcomes[left.pop(0)] = Outcome("failed", f"The process {ended} before this test had an outcome.\n"
+                                                "  hint:     an engine raises errors; it ends no process")
+    return {test_id: outcomes[test_id] for test_id in ids}
+
+
+def _run_child(lines, variant, ids, environment):
+    try:
+        done = subprocess.run([sys.executable, str(HERE / "child.py"), str(lines), variant, *ids], cwd=HERE.parent,
+                              env={**os.environ, **environment}, capture_output=True, check=False,
+                              timeout=START_SECONDS + 2 * HANG_SECONDS * len(ids))
+    except subprocess.TimeoutExpired:
+        return "did not end in time and was stopped"
+    return f"ended with status {done.returncode}"
+
+
+def main(lines, variant, *ids):
+    """In the child."""
+    chosen = None
+    if variant:
+        from acceptance.wrong.mistake import find
+        chosen = find(variant)
+    with open(lines, "a", encoding="utf-8") as file:
+        for test_id, outcome in run_here(ids, chosen):
+            file.write(json.dumps([test_id, outcome.state, outcome.message]) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,92 @@
+"""Other implementations that are right. All of the suite must pass: it asks for the contract, not for one way to it."""
+
+from __future__ import annotations
+
+from math import floor
+
+from starter import grids
+from starter.grids import Grid
+from starter.pages import PagePool
+from starter.scheduler import ContinuousBatchScheduler
+
+from .mistake import different
+
+
+@different("M2KVCache", "M4PagedKV")
+def pages_in_turn(patch):
+    """Another allocator: the page that was free longest first, and the most recently used cached page evicted."""
+    right = PagePool._evict
+
+    def take(self, number, for_whom):
+        self.require(number, for_whom)
+        pages = [self._free.pop(0) if self._free else self._evict() for _ in range(number)]
+        for page in pages:
+            self.refcounts[page] = 1
+        self.peak = max(self.peak, self.used)
+        return pages
+
+    def evict(self):
+        self._cached.move_to_end(next(reversed(self._cached)), last=False)
+        return right(self)
+
+    patch(PagePool, "take", take)
+    patch(PagePool, "_evict", evict)
+    patch(PagePool, "next_evicted", lambda self, number: tuple(reversed(self._cached))[:max(
+        0, number - len(self._free))])
+
+
+@different("M3ContinuousBatching", "M4PagedKV")
+def newest_first_within_a_step(patch):
+    """Another scheduler: chunks the other way round, prompts before decodes, and whoever holds most pages gives way
+    first, the first in order excepted."""
+    step, preempt = ContinuousBatchScheduler.step, ContinuousBatchScheduler._preempt
+
+    def reversed_step(self, budget_tokens):
+        from dataclasses import replace
+        decision = step(self, budget_tokens)
+        return replace(decision, chunks=decision.chunks[::-1])
+
+    def preempt_the_largest(self, plan, victim, needy):
+        others = sorted(self._running.values(), key=lambda sequence: sequence.order)[1:]
+        preempt(self, plan, max(others, key=lambda sequence: (self._tables.page_count(sequence), sequence.order),
+                                default=victim), needy)
+
+    patch(ContinuousBatchScheduler, "step", reversed_step)
+    patch(ContinuousBatchScheduler, "_preempt", preempt_the_largest)
+
+
+@different("M3ContinuousBatching")
+def prompts_share_alike(patch):
+    """Another scheduler: every prompt gets the same share of the budget, and what short ones leave over goes to the
+    first that can use it."""
+    def plan_prefills(self, plan):
+        waiting = [sequence for sequence in self._running.values() if sequence.last_served != plan.step
+                   and (not sequence.decoding or sequence.id in plan.admitted)]
+        served = sorted(waiting, key=lambda sequence: (sequence.last_served, sequence.order))[:plan.left]
+        shares = {sequence: min(plan.left // len(served), sequence.remaining) for sequence in served}
+        rest = plan.left - sum(shares.values())
+        for sequence, share in shares.items():
+            more = min(rest, sequence.remaining - share)
+            rest -= more
+            self._schedule(plan, sequence, share + more, "decode" if sequence.decoding else "prefill")
+
+    patch(ContinuousBatchScheduler, "_plan_prefills", plan_prefills)
+
+
+@different("M5Quantization")
+def grids_that_hold_zero(patch):
+    """Another quantizer: halves round up, scales are float64, and every asymmetric grid reaches to 0, whatever its
+    group holds."""
+    right = grids._full_range_grids
+
+    def nearest(self, group):
+        return [max(self.first, min(self.last, floor(x / self.scale + 0.5))) for x in group]
+
+    def full_range_grids(groups, config):
+        if not config.symmetric:
+            groups = [[*group, 0.0] if any(x != group[0] for x in group) else group for group in groups]
+        return right(groups, config)
+
+    patch(Grid, "nearest", nearest)
+    patch(grids, "_full_range_grids", full_range_grids)
+    patch(grids, "_FLOAT32_NORMAL", (2.0, 1.0))  # nothing lies in there

@@ -1,0 +1,58 @@
+"""Optional · What a checkpoint holds, whichever container it came in, and the one thing in which containers differ.
+
+    starter/gguf_checkpoint.py    one GGUF file                    \\
+                                                                    }-> Checkpoint(config, weights, tokenizer)
+    starter/hf_checkpoint.py      a folder as Hugging Face has it  /
+
+Rotary embedding turns pairs of numbers of a head. Ours, llama2.c's and those of GGUF's llama are neighbours; Hugging
+Face and GGUF's qwen2 and qwen3 keep the first numbers of all pairs, then the second ones:
+
+    a0 b0 a1 b1 a2 b2    neighbours          a0 a1 a2 b0 b1 b2    halves
+
+So ``neighbours`` reorders the rows of what makes queries and keys; attention's inner products do not notice.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from .schema import ModelConfig
+from .tokenizer import Tokenizer
+from .weights import Tensor, Weights
+
+Progress = Callable[[str], None]  # is told what is being done, now and then
+
+OF_QUERY_OR_KEY = tuple(f"self_attn.{part}_{kind}" for part in "qk"
+                        for kind in ("proj.weight", "proj.bias", "norm.weight"))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model and its tokenizer, ready for ``model.Model``."""
+
+    name: str
+    config: ModelConfig
+    weights: Weights
+    tokenizer: Tokenizer
+
+
+def neighbours(tensor: Tensor, head_width: int) -> Tensor:
+    """Rows of heads (a matrix's, or single numbers of a vector) from halves to neighbours. O(numbers)."""
+    columns, half = prod(tensor.shape[1:]), head_width // 2
+    values = array("f")
+    for head in range(0, tensor.shape[0], head_width):
+        for i in range(half):
+            for row in (head + i, head + half + i):
+                values.extend(tensor.values[row * columns:(row + 1) * columns])
+    return Tensor(tensor.shape, values)
+
+
+def counted(names: Iterable[str], progress: Progress, what: str) -> Iterator[str]:
+    """The names, and a word of progress before each."""
+    names = list(names)
+    for i, name in enumerate(names, start=1):
+        progress(f"{what}: tensor {i} of {len(names)}")
+        yield name

@@ -1,0 +1,132 @@
+"""Optional · Attention of a whole batch in a few array operations: requests of like length side by side.
+
+    decodes at positions 4, 5, 5, and a chunk of 3 rows that ends with position 8
+
+    group  rows       counts  contexts                          keys [S, n, K, d]
+    0      [0, 1, 2]  1       5, 6, 6: the first one is padded  [3, 6, K, d]
+    1      [3, 4, 5]  3       9                                 [1, 9, K, d]
+
+The S spans of a group have the same count of rows, and contexts of nearly the same length n. A shorter context is
+padded with its own first position again, so nothing is read but what the request itself has written (pages that are
+free, or not yet full, may hold anything), and a mask hides the padding. A batch is grouped once; all layers share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, Protocol, Union
+
+import numpy as np
+
+from .batch import Batch, Span
+
+Array = Any  # numpy.ndarray
+Rows = Union[slice, Array]
+
+PADDING = 12_000  # numbers of padded keys, in a layer, that cost about as much as the calls for one more group
+TILE = 64 * 1024  # numbers of a group's keys, in a layer: they are gathered, then multiplied, and stay in the cache
+SAFE = 60.0  # exp(60) * exp(-(-60)) * any context is far from float32's end, 1e38
+
+
+class PagedStore(Protocol):
+    """What grouping asks of a store."""
+
+    page_size: int
+    kv_heads: int
+    head_width: int
+    plan: Plan | None
+
+    def parts(self, span: Span) -> Iterable[Span]:
+        """The span, cut where its rows must not be computed together."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """S spans with ``count`` rows each; n is the longest context."""
+
+    count: int
+    rows: Rows  # of the batch: [S * count]
+    ends: Array  # [S, 1]
+    pages: Array  # [S, most pages]: block tables, the shorter ones padded with their first page
+    slots: Array  # [S, n]: of positions 0 .. n - 1, the shorter ones padded with their first slot
+    hidden: Array | None  # float32 [S, 1, 1, count, n]: -inf where a row must not look, else 0; None: all may be seen
+
+    @classmethod
+    def of(cls, spans: list[Span], page_size: int) -> Group:
+        """O(S * (pages + count * n)), in a fixed number of array operations."""
+        count, longest = spans[0].count, spans[-1].end
+        most = -(-longest // page_size)
+        tables = [[*span.pages[:-(-span.end // page_size)]] for span in spans]
+        pages = np.array([table + table[:1] * (most - len(table)) for table in tables], dtype=np.intp)
+        ends = np.array([[span.end] for span in spans])
+        slots = (pages[:, :, None] * page_size + np.arange(page_size)).reshape(len(spans), -1)[:, :longest]
+        positions = np.arange(longest)
+        slots = np.where(positions < ends, slots, slots[:, :1])
+        last_seen = ends - count + np.arange(count)                                  # [S, count]
+        hidden = None
+        if last_seen.min() < longest - 1:
+            hidden = np.where(positions > last_seen[:, :, None], np.float32("-inf"), np.float32(0))[:, None, None]
+        return cls(count, _rows(spans), ends, pages, slots, hidden)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A batch's slots as an array, and its groups."""
+
+    batch: Batch
+    slots: Array
+    groups: list[Group]
+
+    @classmethod
+    def of(cls, batch: Batch, store: PagedStore) -> Plan:
+        """The plan of the last batch is kept in the store, for the layers to come."""
+        if store.plan is None or store.plan.batch is not batch:
+            parts = [part for span in batch.spans for part in store.parts(span)]
+            groups = grouped(parts, store.kv_heads * store.head_width)
+            store.plan = cls(batch, np.array(batch.slots), [Group.of(spans, store.page_size) for spans in groups])
+        return store.plan
+
+
+def grouped(spans: Iterable[Span], key_width: int) -> Iterator[list[Span]]:
+    """Spans of equal count, the shortest context first, as many together as PADDING and TILE allow."""
+    group: list[Span] = []
+    total = 0
+    for span in sorted(spans, key=lambda span: (span.count, span.end)):
+        padded = (len(group) + 1) * span.end
+        if group and (span.count != group[0].count or padded * key_width > TILE
+                      or (padded - total - span.end) * key_width > PADDING):
+            yield group
+            group, total = [], 0
+        group.append(span)
+        total += span.end
+    if group:
+        yield group
+
+
+def _rows(spans: list[Span]) -> Rows:
+    """The rows of the batch that belong to spans of equal count: a slice, where they lie side by side."""
+    first, count = spans[0].first_row, spans[0].count
+    if all(span.first_row == first + i * count for i, span in enumerate(spans)):
+        return slice(first, first + len(spans) * count)
+    return (np.array([span.first_row for span in spans])[:, None] + np.arange(count)).ravel()
+
+
+def attend(q: Array, keys: Array, values: Array, group: Group) -> Array:
+    """softmax(q . k / sqrt(d)) . v of a group's rows: q [S * t, H * d], keys and values [S, n, K, d] -> as q."""
+    spans, _, kv_heads, width = keys.shape
+    shape = (spans, group.count, kv_heads, -1, width)                                # S, t, K, G, d
+    by_head = (q / np.float32(sqrt(width))).reshape(shape).transpose(0, 2, 3, 1, 4)  # [S, K, G, t, d]
+    scores = by_head.reshape(spans, kv_heads, -1, width) @ keys.transpose(0, 2, 3, 1)  # [S, K, G * t, n]
+    safe = max(scores.max(), -scores.min()) < SAFE  # False for NaN, too
+    if group.hidden is not None:
+        masked = scores.reshape(*by_head.shape[:4], -1)                              # [S, K, G, t, n]
+        masked += group.hidden
+    if not safe:  # the largest score of each row to 0; it is not needed else, and costs as much as a product
+        with np.errstate(invalid="ignore"):  # inf - inf
+            scores -= scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores, out=scores)
+    mixed = weights @ values.transpose(0, 2, 1, 3)                                   # [S, K, G * t, d]
+    mixed /= np.einsum("skmn->skm", weights)[..., None]
+    return mixed.reshape(by_head.shape).transpose(0, 3, 1, 2, 4).reshape(q.shape)
