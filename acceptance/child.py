@@ -73,7 +73,7 @@ def run_apart(ids, variant="", environment=None):
                 outcomes[test_id] = Outcome(state, message)
             left = [test_id for test_id in left if test_id not in outcomes]
             if left:
-                outcomes[left.pop(0)] = Outcome("failed", f"The process {ended} before this test had an outcome.\n"
+                outcomes[left.pop(0)] = Outcome("failed", f"happened: the process {ended} before this test did\n"
                                                 "  hint:     an engine raises errors; it ends no process")
     return {test_id: outcomes[test_id] for test_id in ids}
 

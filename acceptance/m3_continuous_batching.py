@@ -76,6 +76,7 @@ class M3ContinuousBatching(Case):
         desk = Desk(self, max_running=2, policy="fcfs")
         for i in range(12):
             desk.submit(f"r{i}", self.rng.randint(1, 30), self.rng.randint(1, 9))
+            desk.step(i % 3)
         desk.drain()
         self.same(desk.admitted, [f"r{i}" for i in range(12)], "no newer request overtakes an older one that would fit")
 

@@ -202,7 +202,10 @@ class Run:
         if life.cancelled:
             case.same((life.reason, life.tokens), ("cancelled", []),
                       f"{name} was cancelled before it was read: its stream holds the terminal event alone (V3)")
-        elif life.reason != "error":
+        elif life.reason == "error":
+            case.that(self.meter.poison in life.prompt, f"{name} ended with an error: {events[-1].error}",
+                      "only a request whose own computation fails may end so")
+        else:
             case.same([event.time for event in with_token], life.token_times,
                       f"an event of {name} carries the time of the step that computed it, one for each step that did")
             if life.greedy:

@@ -205,7 +205,7 @@ class _Head:
     def _count(self, smallest: int, things: str, what: str) -> int:
         """A number of things that take so many bytes at least."""
         count: int = self._number("Q", what)
-        if count * smallest > len(self._raw) - self._at:
+        if count * smallest > self._file_size - self._at:
             raise SchemaError(f"the file claims {count} {things}, for which its {self._file_size} bytes do not suffice")
         return count
 

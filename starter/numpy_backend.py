@@ -9,6 +9,7 @@ within 1e-4, not equal bits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any, Union
@@ -20,18 +21,20 @@ from .batch import Batch, Span
 from .int8_pages import cut_by_page
 from .numpy_attention import Group, Plan, attend
 from .numpy_int8_pages import NumpyInt8KVStore
-from .quantization import dequantize, quantize
+from .numpy_matrices import PackedMatrix
+from .quantization import quantize
 from .schema import ModelConfig, QuantizationConfig
 from .weights import Tensor
 
 Array = Any  # numpy.ndarray, float32
+Matrix = Any  # Array [columns, rows], or PackedMatrix
 
 MOST_ROWS = 128  # of a chunk that are computed together
 
 
 class NumpyBackend:
-    """Implements ``backend.Backend``. A quantized matrix is quantized as everywhere and then kept as the float32
-    array it stands for: this backend shows quantization's *error*, not yet its memory."""
+    """Implements ``backend.Backend``. A float matrix is kept transposed, [columns, rows]: BLAS multiplies a small batch
+    fastest by that. A quantized one is a ``PackedMatrix``."""
 
     name = "numpy"
 
@@ -41,23 +44,22 @@ class NumpyBackend:
     # ------------------------------------------------------------------------------------------ loading
 
     def matrix(self, tensor: Tensor, quantization: QuantizationConfig | None,
-               importance: Sequence[float] | None = None) -> Array:
-        array = np.array(tensor.values, dtype=np.float32).reshape(tensor.shape)
+               importance: Sequence[float] | None = None) -> Matrix:
         if quantization:
-            array = np.array(dequantize(quantize(tensor.rows(), quantization, importance)), dtype=np.float32)
-        return np.ascontiguousarray(array.T)
+            return PackedMatrix(quantize(tensor.rows(), quantization, importance))
+        return np.array(tensor.values, dtype=np.float32).reshape(tensor.shape).T.copy()
 
     def vector(self, tensor: Tensor) -> Array:
         return np.array(tensor.values, dtype=np.float32)
 
-    def rows(self, matrix: Array) -> list[list[float]]:
-        rows: list[list[float]] = matrix.T.tolist()
-        return rows
+    def rows(self, matrix: Matrix) -> list[list[float]]:
+        rows = matrix.rows(slice(None)) if isinstance(matrix, PackedMatrix) else matrix.T
+        return self.to_lists(rows)
 
-    def matrix_bytes(self, matrix: Array) -> int:
+    def matrix_bytes(self, matrix: Matrix) -> int:
         return int(matrix.nbytes)
 
-    def working_bytes(self, matrix: Array) -> int:
+    def working_bytes(self, matrix: Matrix) -> int:
         return 0
 
     def kv_store(self, model: ModelConfig, num_pages: int, page_size: int,
@@ -67,18 +69,18 @@ class NumpyBackend:
 
     # --------------------------------------------------------------------------------------- operations
 
-    def embed(self, table: Array, tokens: Sequence[int]) -> Array:
-        return np.ascontiguousarray(table[:, tokens].T)
+    def embed(self, table: Matrix, tokens: Sequence[int]) -> Array:
+        return table.rows(tokens) if isinstance(table, PackedMatrix) else table[:, tokens].T.copy()
 
     def norm(self, x: Array, gain: Array, epsilon: float) -> Array:
-        squares = np.einsum("td,td->t", x, x)
-        return x / np.sqrt(squares / len(gain) + epsilon)[:, None] * gain
+        mean_squares = (x * x) @ _averaging(len(gain))                              # [T, 1]
+        return x / np.sqrt(mean_squares + epsilon) * gain
 
     def norm_heads(self, x: Array, gain: Array, epsilon: float) -> Array:
         return self.norm(x.reshape(-1, len(gain)), gain, epsilon).reshape(x.shape)
 
-    def linear(self, matrix: Array, x: Array, bias: Array | None = None) -> Array:
-        rows = x @ matrix
+    def linear(self, matrix: Matrix, x: Array, bias: Array | None = None) -> Array:
+        rows = matrix.times(x) if isinstance(matrix, PackedMatrix) else x @ matrix
         return rows if bias is None else rows + bias
 
     def split(self, x: Array, widths: Sequence[int]) -> list[Array]:
@@ -120,6 +122,12 @@ class NumpyBackend:
     def to_lists(self, x: Any) -> list[list[float]]:
         lists: list[list[float]] = np.asarray(x).tolist()
         return lists
+
+
+@lru_cache
+def _averaging(width: int) -> Array:
+    """A product with this column is a row's mean, and faster than ``mean``."""
+    return np.full((width, 1), 1.0 / width, dtype=np.float32)
 
 
 class NumpyKVStore:

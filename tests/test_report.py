@@ -142,7 +142,7 @@ class FixtureReportTest(unittest.TestCase):
 
     def test_prompts_can_be_read(self) -> None:
         [late] = [life for life in self.model["requests"] if life["id"] == "late"]
-        self.assertEqual(late["text"], "last but not least, the fox")
+        self.assertEqual(late["text"], "it was the best of times for the fox")
 
 
 def unfold(model: dict[str, Any], sentence: int, *numbers: int) -> str:

@@ -160,12 +160,14 @@ class BrowserCase(unittest.TestCase):
 class FixtureInBrowserTest(BrowserCase):
     events = staticmethod(fixture_events)
 
-    def test_it_opens_where_the_first_request_waits_and_says_why(self) -> None:
+    def test_it_opens_where_pages_are_first_shared_and_says_who_waits_and_why(self) -> None:
         self.assertEqual(self.browser.driver.title, "tiny_model")
-        self.assertEqual(self.find("#step-title").text, "Step 3")
+        self.assertEqual(self.find("#step-title").text, "Step 10")
+        self.assertIn("late finds the first 24 tokens of its prompt computed: pages 11–13, shared with long",
+                      " ".join(self.find("#story").text.split()))
         [waiting] = self.texts("#reasons .waiting")
-        self.assertIn("short", waiting)
-        self.assertIn("needs 1 page, 0 free; across frees 7", waiting)
+        self.assertIn("middle", waiting)
+        self.assertIn("needs 7 pages, 2 free; exact frees 3", waiting)
 
     def test_buttons_step(self) -> None:
         last = self.js("report.model.frames.length - 1")
@@ -259,7 +261,7 @@ class FixtureInBrowserTest(BrowserCase):
         self.click("#language")
         self.assertEqual(self.js("document.documentElement.lang"), "zh-CN")
         [waiting] = self.texts("#reasons .waiting .why")
-        self.assertEqual(waiting, "等待：需要 1 页，空闲 0 页；across 结束时交回 7 页，最多还要 20 个词元")
+        self.assertEqual(waiting, "等待：需要 7 页，空闲 2 页；exact 结束时交回 3 页，最多还要 16 个词元")
         self.assertIn("页池", self.find("#pool-card").text)
         self.assertEqual(self.texts("main [data-word], nav [data-word]").count(""), 0)
         self.press("l")

@@ -40,8 +40,8 @@ DOCUMENT: dict[str, Any] = {
     "version": 1, "name": "all", "description": "h\u00e9",
     "model": {"vocab_size": 5, "width": 8, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_width": 6, "max_context": 9,
               "rope_theta": 100.5, "norm_eps": 0.5, "tied_output": False, "bos_token": 0, "eos_tokens": [1],
-              "attention_bias": True, "qk_norm": True,
-              "rope_scaling": {"kind": "llama3", "factor": 8.5, "low_freq_factor": 0.5, "high_freq_factor": 4.5,
+              "head_dim": 2, "attention_bias": True, "qk_norm": True,
+              "rope_scaling": {"kind": "llama3", "factor": 8.5, "low_freq_factor": 0.5, "high_freq_factor": 16.5,
                                "original_context": 64.5}},
     "weights": {"source": "seeded", "seed": 3, "sha256": "f" * 64},
     "tokenizer": {"characters": "abc", "specials": ["<b>", "<e>"]},
@@ -76,10 +76,11 @@ REQUIRED: set[Place] = {
     *(("requests", 1, key) for key in SMALLEST["requests"][0]), ("weights", "source"), ("weights", "seed"),
     ("tokenizer", "characters"), ("events", 0, "step"), ("events", 0, "cancel"), ("golden", "tokens"),
     ("golden", "smallest_margin"),
+    *(("model", "rope_scaling", key) for key in DOCUMENT["model"]["rope_scaling"]),
     *(("faults", i, key) for i, keys in enumerate(FAULT_KEYS) for key in ("kind", *keys)),
 }
 NULLABLE: set[Place] = {
-    ("model", "bos_token"), ("weights", "sha256"), ("engine", "kv_budget_bytes"), ("engine", "kv_quantization"),
+    ("model", "bos_token"), ("model", "head_dim"), ("model", "rope_scaling"), ("weights", "sha256"), ("engine", "kv_budget_bytes"), ("engine", "kv_quantization"),
     ("quantization",), ("quantization", "group_size"), ("requests", 0, "sampling", "seed"),
     ("requests", 0, "cache_salt"), ("requests", 0, "sampling", "logprobs"), ("golden",),
     ("faults", 0, "request_id"), ("faults", 1, "request_id"),
@@ -135,7 +136,7 @@ class RoundTripTest(Case):
     def test_every_key_arrives(self) -> None:
         scenario = parse_scenario(json.dumps(DOCUMENT))
         self.assertEqual(scenario.model, ModelConfig(
-            5, 8, 1, 4, 2, 6, 9, 100.5, 0.5, False, 0, (1,), None, True, True, Llama3Scaling(8.5, 0.5, 4.5, 64.5)))
+            5, 8, 1, 4, 2, 6, 9, 100.5, 0.5, False, 0, (1,), 2, True, True, Llama3Scaling(8.5, 0.5, 16.5, 64.5)))
         self.assertEqual((scenario.model.head_width, scenario.model.kv_width), (2, 4))
         self.assertEqual(scenario.engine, EngineSettings(
             page_size=2, num_pages=9, kv_budget_bytes=1000, budget_tokens=4, max_running=2, batching="static",
@@ -291,6 +292,9 @@ class RefusalTest(Case):
     def test_rules_that_join_fields(self) -> None:
         for place, value, path, words in (
                 (("model", "width"), 10, "/model/width", "multiple of heads 4"),
+                (("model", "head_dim"), 3, "/model/head_dim", "even"),
+                (("model", "rope_scaling", "high_freq_factor"), 0.5, "/model/rope_scaling/high_freq_factor", "above"),
+                (("model", "rope_scaling"), {"kind": "factors", "factors": [1, 2]}, "/model/rope_scaling/factors", "1"),
                 (("model", "kv_heads"), 3, "/model/kv_heads", "divide heads 4"),
                 (("model", "width"), 4, "/model/width", "even"),
                 (("model", "bos_token"), 5, "/model/bos_token", "vocabulary of 5"),
@@ -307,7 +311,8 @@ class RefusalTest(Case):
                 (("golden", "tokens"), {"d": [1]}, "/golden/tokens/d", "no request"),
                 (("golden", "tokens"), {"a/b": [5]}, "/golden/tokens/a~1b", "outside the vocabulary")):
             with self.subTest(place=place, value=value):
-                self.refused(edited(place, value), path, words)
+                document = without(("model", "head_dim")) if place == ("model", "width") else DOCUMENT
+                self.refused(edited(place, value, document), path, words)
 
     def test_an_exact_fit_is_allowed(self) -> None:
         document = edited(("requests", 0, "prompt_tokens"), [4] * 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import floor
 
 from starter import grids
@@ -42,7 +43,6 @@ def newest_first_within_a_step(patch):
     step, preempt = ContinuousBatchScheduler.step, ContinuousBatchScheduler._preempt
 
     def reversed_step(self, budget_tokens):
-        from dataclasses import replace
         decision = step(self, budget_tokens)
         return replace(decision, chunks=decision.chunks[::-1])
 
@@ -75,7 +75,7 @@ def prompts_share_alike(patch):
 
 @different("M5Quantization")
 def grids_that_hold_zero(patch):
-    """Another quantizer: halves round up, scales are float64, and every asymmetric grid reaches to 0, whatever its
+    """Another quantizer: halves round up, and every asymmetric grid reaches to 0, whatever its
     group holds."""
     right = grids._full_range_grids
 
@@ -89,4 +89,3 @@ def grids_that_hold_zero(patch):
 
     patch(Grid, "nearest", nearest)
     patch(grids, "_full_range_grids", full_range_grids)
-    patch(grids, "_FLOAT32_NORMAL", (2.0, 1.0))  # nothing lies in there

@@ -1,17 +1,15 @@
-"""Mistakes 1 to 15: the KV cache and its pages."""
+"""Mistakes 1 to 8, and others like them: the KV cache."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from starter import cpu_backend
 from starter.batch import Batch, Piece
 from starter.cpu_backend import CpuBackend
 from starter.engine import InferenceEngine
-from starter.errors import OutOfPagesError
-from starter.kv_cache import KVCacheManager
-from starter.pages import PagePool, PrefixIndex
+from starter.kv_cache import KVCacheManager, KVHandle
+from starter.model import Model
 from starter.sampling import Choice
 from starter.scheduler import ContinuousBatchScheduler
 from starter.schema import load_scenario
@@ -119,80 +117,107 @@ def leak_on_cancel(patch):
     patch(ContinuousBatchScheduler, "finish", finish)
 
 
-@mistake(9, "M4PagedKV.test_random_operations", says="free \\+ held = total")
-def double_free(patch):
-    """Double free: one page in two live tables. (And a check that finds nothing.)"""
-    right = PagePool.drop
-
-    def drop(self, page):
-        right(self, page)
-        if not self.refcounts[page]:
-            self._free.append(page)
-
-    patch(PagePool, "drop", drop)
-    patch(KVCacheManager, "check", lambda self: None)
+# ------------------------------------------------------------------------------------------ found on the way
 
 
-@mistake(10, "M4PagedKV.test_exactly_full_pages", says="mind the exact multiples")
-def one_page_too_many_at_full_pages(patch):
-    """Trouble when the length is k x page size: an extra page."""
-    patch(KVCacheManager, "pages_for", lambda self, tokens: tokens // self.page_size + 1)
+@mistake(None, "M2KVCache.test_append_then_read", says="append stored")
+def keys_and_values_swapped(patch):
+    """read gives the value for the key and the key for the value."""
+    right = KVCacheManager.read
+    patch(KVCacheManager, "read", lambda self, handle, position: right(self, handle, position)[::-1])
 
 
-@mistake(11, "M4PagedKV.test_shared_prefixes", says="begin alike")
-def stale_prefix_entry(patch):
-    """Stale prefix entry: a page is reused while still findable under its old content. (And a check that finds
-    nothing.)"""
-    patch(PrefixIndex, "forget", lambda self, page: None)
-    patch(KVCacheManager, "check", lambda self: None)
+@mistake(None, "M2KVCache.test_reserving_is_not_storing", says="never written")
+def reserved_positions_read_as_zeros(patch):
+    """A position that was reserved, but never written, reads as zeros."""
+    right = KVCacheManager.read
+
+    def read(self, handle, position):
+        if self.length(handle) <= position < len(self.pages(handle)) * self.page_size:
+            return [0.0] * self.width, [0.0] * self.width
+        return right(self, handle, position)
+
+    patch(KVCacheManager, "read", read)
 
 
-@mistake(12, "M4PagedKV.test_running_out_of_pages_changes_nothing", says="take back what was taken")
-def no_rollback(patch):
-    """No rollback when pages run out: counts drift after the error."""
-    def take(self, number, for_whom):
-        pages = []
-        for _ in range(number):
-            if not self.available:
-                raise OutOfPagesError(f"{for_whom} needs {number} pages, and {len(pages)} were free")
-            pages.append(self._free.pop() if self._free else self._evict())
-            self.refcounts[pages[-1]] = 1
-        self.peak = max(self.peak, self.used)
-        return pages
-
-    patch(PagePool, "take", take)
-    patch(PagePool, "require", lambda self, number, for_whom, besides=(): None)
+@mistake(None, "M2KVCache.test_wrong_width", says="width is fixed")
+def width_not_checked(patch):
+    """A key of any width is stored."""
+    patch(KVCacheManager, "_numbers", lambda self, name, vector: [float(number) for number in vector])
 
 
-@mistake(13, "M4PagedKV.test_shared_prefixes", says="begin alike")
-def prefix_published_before_computed(patch):
-    """Prefix published before it is computed: two sharers admitted in the same step read unwritten pages. (And a
-    check that finds nothing.)"""
-    right = KVCacheManager.allocate
+@mistake(None, "M2KVCache.test_access_after_release", says="identity of its own")
+def handles_found_by_request_id(patch):
+    """A handle is looked up by its request's id: an old one opens the pages of the new request of that name."""
+    right = KVCacheManager._table
 
-    def allocate(self, request_id, token_count, tokens=None, salt=None):
-        handle = right(self, request_id, token_count, tokens, salt)
-        if self.prefix_sharing and tokens:
-            table = self._tables[handle.serial]
-            self._publish(replace(table, length=token_count), tokens)
+    def table(self, handle):
+        same = [serial for serial, table in self._tables.items() if table.request_id == handle.request_id]
+        return right(self, KVHandle(handle.request_id, same[0]) if same else handle)
+
+    patch(KVCacheManager, "_table", table)
+    patch(KVCacheManager, "_resident", table)
+
+
+@mistake(None, "M2KVCache.test_foreign_handle", says="handles of two managers")
+def handles_numbered_by_each_manager(patch):
+    """Every manager numbers its handles from 0, so that one opens the tables of another."""
+    def open_table(self, table):
+        handle = KVHandle(table.request_id, self._counts["allocations"])
+        self._tables[handle.serial] = table
+        self._counts["allocations"] += 1
         return handle
 
+    patch(KVCacheManager, "_open", open_table)
+
+
+@mistake(None, "M2KVCache.test_bad_arguments", says="token_count")
+def token_counts_rounded(patch):
+    """A token count that is no integer is made one."""
+    right = KVCacheManager.allocate
+
+    def allocate(self, request_id, token_count, *more):
+        return right(self, request_id, max(0, int(token_count or 0)), *more)
+
     patch(KVCacheManager, "allocate", allocate)
-    patch(KVCacheManager, "check", lambda self: None)
 
 
-@mistake(14, "M4PagedKV.test_copy_on_write", says="copy a shared page before writing")
-def no_copy_on_write(patch):
-    """Shared tail page without copy-on-write: a fork writes into its sibling."""
-    patch(KVCacheManager, "_shared_among", lambda self, table, start, end: [])
+@mistake(None, "M2KVCache.test_counters", says="hits")
+def forks_are_no_hits(patch):
+    """The tokens that a fork finds computed are not counted."""
+    right = KVCacheManager.fork
+
+    def fork(self, handle, request_id):
+        child = right(self, handle, request_id)
+        self._counts["hits"] -= self.length(handle)
+        return child
+
+    patch(KVCacheManager, "fork", fork)
 
 
-@mistake(15, "M4PagedKV.test_shared_prefixes", says="begin alike")
-def nothing_left_to_compute(patch):
-    """A whole-prompt hit leaves nothing to compute: hang or stale logits."""
-    right = KVCacheManager._find_prefix
+@mistake(None, "M2KVCache.test_prefill_and_decode", says="positions of the prompt are prefill")
+def all_is_prefill(patch):
+    """Prefill and decode are not told apart."""
+    right = ContinuousBatchScheduler._schedule
 
-    def find_prefix(self, root, tokens):
-        return right(self, root, [*tokens, -1])  # as if one more token came
+    def schedule(self, plan, sequence, count, phase):
+        right(self, plan, sequence, count, "prefill")
 
-    patch(KVCacheManager, "_find_prefix", find_prefix)
+    patch(ContinuousBatchScheduler, "_schedule", schedule)
+
+
+@mistake(None, "M2KVCache.test_work_is_done_by_the_backend", says="a backend that embeds other rows")
+def backend_called_for_show(patch):
+    """The backend is called so that its work can be counted; the numbers come from somewhere else."""
+    right = Model.forward
+
+    def forward(self, batch, store):
+        shown = self.backend
+        shown.embed(self.embedding, batch.tokens)
+        self.backend = CpuBackend()
+        try:
+            return right(self, batch, store)
+        finally:
+            self.backend = shown
+
+    patch(Model, "forward", forward)

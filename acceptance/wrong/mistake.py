@@ -22,8 +22,8 @@ from importlib import import_module
 from typing import Any, Callable
 from unittest import mock
 
-MODULES = ("kv_cache", "scheduler", "quantization", "lifecycle", "more", "different")
-MISTAKES = {}  # by name, in the order of the list; filled by the decorators
+MODULES = ("kv_cache", "pages", "scheduler", "quantization", "lifecycle", "cheats", "requests", "different")
+MISTAKES = {}  # by name, filled by the decorators
 DIFFERENT = {}  # other implementations that are right, and have to pass
 
 

@@ -1,9 +1,13 @@
-"""Mistakes 25 to 31: quantization."""
+"""Mistakes 25 to 31, and others like them: quantization."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from starter import grids, quantization
+from starter.cpu_backend import CpuBackend
 from starter.quantization import QuantizedTensor, dequantize, quantize
+from starter.schema import QuantizationConfig
 
 from .mistake import mistake
 
@@ -27,10 +31,9 @@ def quantized_by_label_only(patch):
     patch(QuantizedTensor, "row", row_of_copy(QuantizedTensor.row))
 
 
-@mistake(25, "M5Quantization.test_memory_really_falls", says="weights")
+@mistake(25, "M5Quantization.test_engine_computes_with_quantized_weights", says="equal the float model's")
 def bytes_unchanged(patch):
     """Label only: the engine's weights stay floats whatever the setting says."""
-    from starter.cpu_backend import CpuBackend
     right = CpuBackend.matrix
     patch(CpuBackend, "matrix", lambda self, tensor, quantization, *more: right(self, tensor, None))
 
@@ -121,3 +124,66 @@ def tail_of_a_row_dropped(patch):
                         config, *more)
 
     patch.everywhere(quantize, quantize_whole_groups)
+
+
+# ------------------------------------------------------------------------------------------ found on the way
+
+
+@mistake(None, "M5Quantization.test_bad_input", says="bits|group_size")
+def config_not_checked(patch):
+    """Any number of bits is accepted."""
+    patch(QuantizationConfig, "__post_init__", lambda self: None)
+
+
+@mistake(None, "M5Quantization.test_metadata_explain_every_number", says="from its metadata")
+def correction_stored_nowhere(patch):
+    """dequantize corrects the numbers by a factor that no metadata hold."""
+    right = QuantizedTensor.row
+    patch(QuantizedTensor, "row", lambda self, r: [1.0001 * x for x in right(self, r)])
+
+
+@mistake(None, "M5Quantization.test_round_trip", says="QuantizationError")
+def metadata_not_checked(patch):
+    """A document whose parts contradict each other becomes a tensor."""
+    patch(QuantizedTensor, "__post_init__", lambda self: None)
+
+
+@mistake(None, "M5Quantization.test_search", says="squared error falls by 0.0%")
+def search_by_name_only(patch):
+    """Method "search" does what "nearest" does."""
+    patch(grids, "_search", lambda group, full, importance, symmetric: full)
+
+
+@mistake(None, "M5Quantization.test_reported_error", says="measure, do not guess")
+def half_of_the_error_reported(patch):
+    """The error is reported smaller than it is."""
+    right = QuantizedTensor.error
+
+    def error(self, rows):
+        real = right(self, rows)
+        return replace(real, max_abs=real.max_abs / 2)
+
+    patch(QuantizedTensor, "error", error)
+
+
+@mistake(None, "M5Quantization.test_memory_really_falls", says="no float copy beside")
+def floats_kept_beside(patch):
+    """The floats are kept beside the packed codes, unused."""
+    right = CpuBackend.matrix
+
+    def matrix(self, tensor, config, *more):
+        loaded = right(self, tensor, config, *more)
+        return with_copy(loaded, tensor) if config else loaded
+
+    patch(CpuBackend, "matrix", matrix)
+
+
+@mistake(None, "M5Quantization.test_quantized_cache", says="or refuse the setting")
+def int8_pages_by_name_only(patch):
+    """kv_quantization="int8" changes nothing."""
+    right = CpuBackend.kv_store
+
+    def kv_store(self, model, num_pages, page_size, bounds=(), kv_quantization=None):
+        return right(self, model, num_pages, page_size, bounds)
+
+    patch(CpuBackend, "kv_store", kv_store)

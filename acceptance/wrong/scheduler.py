@@ -1,11 +1,15 @@
-"""Mistakes 16 to 24: the scheduler."""
+"""Mistakes 16 to 24, and others like them: the scheduler."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from starter import scheduler
 from starter.engine import InferenceEngine
+from starter.metrics import Summary
+from starter.model import Model
 from starter.policies import FirstComeFirstServed, ShortestRemainingWithAging
+from starter.sampling import Draws
 from starter.scheduler import ContinuousBatchScheduler
 
 from .mistake import mistake
@@ -34,7 +38,7 @@ def sequential(patch):
 
 
 @mistake(18, "M3ContinuousBatching.test_long_request_in_endless_short_ones",
-         "M3ContinuousBatching.test_first_come_first_served", says="")
+         "M3ContinuousBatching.test_first_come_first_served", says="V4")
 def last_in_first_out(patch):
     """Last in, first out: the oldest wait is unbounded."""
     patch(FirstComeFirstServed, "rank", lambda self, request, arrival_step, generated: -arrival_step)
@@ -130,3 +134,86 @@ def late_cancel_kills_the_new_request(patch):
 
     patch(InferenceEngine, "cancel", cancel_twice)
     patch(InferenceEngine, "step", step_after_cancels)
+
+
+# ------------------------------------------------------------------------------------------ found on the way
+
+
+@mistake(None, "M3ContinuousBatching.test_budget_zero", says="budget 0")
+def budget_0_means_no_limit(patch):
+    """A budget of 0 is taken for none."""
+    right = ContinuousBatchScheduler.step
+
+    def step(self, budget_tokens):
+        decision = right(self, 64 if type(budget_tokens) is int and budget_tokens == 0 else budget_tokens)
+        return replace(decision, budget_tokens=budget_tokens)
+
+    patch(ContinuousBatchScheduler, "step", step)
+
+
+@mistake(None, "M3ContinuousBatching.test_short_request_behind_long_prompt", says="share the budget among prompts")
+def prompts_one_after_the_other(patch):
+    """The first prompt gets all of the budget until it is computed."""
+    def plan_prefills(self, plan):
+        for sequence in sorted(self._running.values(), key=lambda sequence: sequence.order):
+            if plan.left and sequence.last_served != plan.step and not sequence.decoding:
+                self._schedule(plan, sequence, min(plan.left, sequence.remaining), "prefill")
+
+    patch(ContinuousBatchScheduler, "_plan_prefills", plan_prefills)
+
+
+@mistake(None, "M3ContinuousBatching.test_turns_under_a_small_budget", says="take turns")
+def the_same_ones_first(patch):
+    """When the budget is too small for all, the same requests are served in every step."""
+    patch(scheduler, "_least_recently_served", lambda sequences, number: sequences[:number])
+
+
+@mistake(None, "M3ContinuousBatching.test_cancel_in_the_scheduler", says="every request is computed to its end")
+def slot_lost_with_a_cancel(patch):
+    """The slot of a cancelled request is never given to another."""
+    right = ContinuousBatchScheduler.cancel
+
+    def cancel(self, request_id):
+        self.max_running -= self.is_running(request_id)
+        right(self, request_id)
+
+    patch(ContinuousBatchScheduler, "cancel", cancel)
+
+
+@mistake(None, "M3ContinuousBatching.test_end_of_sequence_in_the_scheduler", says="r has ended")
+def goes_on_after_the_end(patch):
+    """A request goes on to max_tokens after its end-of-sequence token."""
+    right = ContinuousBatchScheduler.finish
+
+    def finish(self, request_id, reason):
+        if reason != "stop":
+            right(self, request_id, reason)
+
+    patch(ContinuousBatchScheduler, "finish", finish)
+
+
+@mistake(None, "M3ContinuousBatching.test_joining_changes_no_token", says="V1")
+def logits_handed_out_the_wrong_way_round(patch):
+    """In a batch, each request gets the logits of another."""
+    right = Model.forward
+    patch(Model, "forward", lambda self, batch, store: right(self, batch, store)[::-1])
+
+
+@mistake(None, "M3ContinuousBatching.test_sampling_is_isolated", says="a generator of its own")
+def one_generator_for_all(patch):
+    """All requests draw from one generator."""
+    right, shared = Draws.__init__, []
+
+    def init(self, *arguments):
+        right(self, *arguments)
+        shared.append(self._generator)
+        self._generator = shared[0]
+
+    patch(Draws, "__init__", init)
+
+
+@mistake(None, "M3ContinuousBatching.test_metrics_without_samples", says="one token has no interval")
+def no_sample_is_a_sample_of_0(patch):
+    """The mean of nothing is reported as 0."""
+    right = Summary.of
+    patch(Summary, "of", lambda samples: right(samples) if samples else Summary(0, 0.0))
