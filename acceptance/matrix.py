@@ -27,7 +27,7 @@ Made by `python3 -m acceptance wrong --write`, from seed {seed}; do not edit.
 A test suite is worth what it catches. Each row below is the complete engine with one mistake (the code is in
 `acceptance/wrong/`), and the acceptance tests that fail because of it; **bold** are those meant for it, whose message
 was checked. Numbers are lines of the list of mistakes that the suite was written against; those without one were found
-on the way.
+on the way, so that each test is meant for a mistake of its own.
 """
 RIGHT = """
 ## Right, and different
@@ -66,7 +66,7 @@ def main(arguments=None):
             if options.names and results[name]:
                 test = next((test for test in variants[name].meant if test in results[name]), next(iter(results[name])))
                 print(f"    {test}: {results[name][test].message}")
-    problems = [problem for name, variant in variants.items() for problem in _wrong(variant, results[name])]
+    problems = [problem for name, variant in variants.items() for problem in broken_promises(variant, results[name])]
     if not options.names:
         idle = [test for test in all_tests() if not any(test in failed for failed in results.values())]
         problems += [f"{test} fails for no mistake" for test in idle]
@@ -79,28 +79,33 @@ def main(arguments=None):
     return bool(problems)
 
 
-def _wrong(variant, failed):
-    """What is not as the variant says."""
-    if variant.line is None and not variant.meant or not variant.says and variant.meant and not variant.meant[0].count("."):
+def broken_promises(variant, failed):
+    """What is not as a variant says, in words. ``failed``: {test: outcome}."""
+    if not variant.says:
         return [f"{variant.name} is right, but fails {test}: {outcome.message}" for test, outcome in failed.items()]
-    missed = [f"{variant.name} passes {test}" for test in variant.meant if test not in failed]
-    return missed + [f"{variant.name}: the message of {test} does not say {variant.says!r}: {failed[test].message}"
+    passed = [f"{variant.name} passes {test}" for test in variant.meant if test not in failed]
+    return passed + [f"{variant.name}: {test} does not say {variant.says!r}, but: {failed[test].message}"
                      for test in variant.meant if test in failed and not re.search(variant.says, failed[test].message)]
 
 
-def _listed(failed, meant):
-    """Failing tests, milestone by milestone."""
-    parts = {}
+def _listed(failed, meant, most=10**6):
+    """Failing tests, milestone by milestone; beyond ``most``, how many there are beside those meant."""
+    names = {}
     for test in failed:
         case, name = test.split(".")
         name = name.removeprefix("test_")
-        parts.setdefault(case[:2], []).append(f"**{name}**" if test in meant else name)
-    return "; ".join(f"{milestone}: {', '.join(names)}" for milestone, names in parts.items()) or "passes"
+        names.setdefault(case[:2], []).append(f"**{name}**" if test in meant else name)
+    if len(failed) > most:
+        for milestone, mine in names.items():
+            shown = [name for name in mine if name.startswith("*")]
+            names[milestone] = [*shown, f"{len(mine) - len(shown)} {'more' if shown else 'tests'}"]
+    return "; ".join(f"{milestone} {', '.join(mine)}" for milestone, mine in names.items()) or "passes"
 
 
 def _document(variants, results, tests):
     from acceptance.wrong.mistake import DIFFERENT
-    rows = [f"| {variant.line or ''} | `{name}` {variant.summary} | {_listed(results[name], variant.meant)} |"
+    rows = [f"| {variant.line or ''} | `{name}` {variant.summary} | "
+            f"{_listed(results[name], variant.meant, 12)} |"
             for name, variant in variants.items() if name not in DIFFERENT]
     table = "\n".join(["", "| | mistake | tests that fail |", "| ---: | --- | --- |", *rows, ""])
     right = "\n".join(f"- `{name}` {variant.summary}" for name, variant in DIFFERENT.items())

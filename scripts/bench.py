@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.peers import Llama2Py, Transformers, ungrouped
 from starter.backend import load_backend
+from starter.console import Console
 from starter.engine import InferenceEngine
 from starter.lanes import LaneMatrix
 from starter.llama2c import UNSAID, write_llama2c
@@ -148,21 +149,14 @@ def transformers(config: ModelConfig, weights: Any, batch: int, tokens: int) -> 
 def measure(contestants: dict[str, Run], rounds: int) -> dict[str, list[float]]:
     """One warm-up each, then rounds in turn."""
     results: dict[str, list[float]] = {name: [] for name in contestants}
-    for round_number in range(-1, rounds):
-        for name, run in contestants.items():
-            progress(f"round {round_number + 1} of {rounds}: {name}")
-            value = run()
-            if round_number >= 0:
-                results[name].append(value)
-    progress("")
+    with Console(sys.stderr).working() as progress:
+        for round_number in range(-1, rounds):
+            for name, run in contestants.items():
+                progress(f"round {round_number + 1} of {rounds}: {name}")
+                value = run()
+                if round_number >= 0:
+                    results[name].append(value)
     return results
-
-
-def progress(text: str) -> None:
-    """On a terminal only: a line that is overwritten."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -201,7 +195,9 @@ def products(rounds: int) -> list[dict[str, Any]]:
 
 def stdlib(shapes: Sequence[str], rounds: int) -> dict[str, Any]:
     """The suite: products, then every contestant in each shape."""
-    report: dict[str, Any] = {"suite": "stdlib", "machine": machine(), "products_ns": products(rounds), "shapes": {}}
+    with Console(sys.stderr).working("matrix products ..."):
+        report: dict[str, Any] = {"suite": "stdlib", "machine": machine(), "products_ns": products(rounds),
+                                  "shapes": {}}
     missing = [name for name, module in (("llama2-py", "llama2_py"), ("transformers", "transformers"))
                if not find_spec(module)]
     report["missing"] = missing

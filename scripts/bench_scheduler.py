@@ -25,6 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from starter.console import Console
 from starter.kv_cache import KVCacheManager
 from starter.scheduler import ContinuousBatchScheduler
 from starter.schema import Request
@@ -108,13 +109,15 @@ def main() -> int:
     peer = find_spec("nanovllm") is not None
     peer_name = f"nano-vllm-fork {version('nano-vllm-fork')}" if peer else "not installed: pip install --no-deps " \
         "nano-vllm-fork xxhash numpy"
-    rows = []
+    console, rows = Console(sys.stderr), []
     for running, waiting in ((64, 0), (512, 0), (4096, 0), (512, 100_000)):
         for hashing in (False, True):
-            steps = {"ours": our_step(running, hashing, waiting)}
-            if peer and not waiting:
-                steps["nano"] = nano_step(running, hashing)
-            rows.append({"running": running, "waiting": waiting, "prefix_hashing": hashing, **measure(steps, running)})
+            with console.working(f"{running} running, {waiting} waiting, prefix hashing {'on' if hashing else 'off'}"):
+                steps = {"ours": our_step(running, hashing, waiting)}
+                if peer and not waiting:
+                    steps["nano"] = nano_step(running, hashing)
+                rows.append({"running": running, "waiting": waiting, "prefix_hashing": hashing,
+                             **measure(steps, running)})
     if as_json:
         print(json.dumps({"python": platform.python_version(), "peer": peer_name, "unit": "us per running request",
                           "rows": rows}))

@@ -10,12 +10,11 @@ from html import escape
 
 WIDTH, LABELS, ROW = 720, 230, 26  # of the picture; of the names left of the bars; height of a bar's row
 HUES = ("#2a78b8", "#d1761b", "#2f9474", "#b0508f", "#8a7a1d", "#6a6fd0")
-STYLE = ("<style>text{font:12px sans-serif;fill:#333}path{stroke:#888;fill:none}"
-         "@media(prefers-color-scheme:dark){text{fill:#ddd}}</style>")
+STYLE = ("<style>text{font:12px sans-serif;fill:#333}path{stroke:#333;fill:none}"
+         "@media(prefers-color-scheme:dark){text{fill:#ddd}path{stroke:#ddd}}</style>")
 
 
-def bars(title: str, values: Mapping[str, float], whiskers: Mapping[str, tuple[float, float]] | None = None,
-         unit: str = "") -> str:
+def bars(title: str, values: Mapping[str, float], whiskers: Mapping[str, tuple[float, float]] | None = None) -> str:
     """A bar for each name; ``whiskers`` are (low, high)."""
     highest = max([*values.values(), *(high for _, high in (whiskers or {}).values())], default=0.0) or 1.0
     scale = (WIDTH - LABELS - 90) / highest
@@ -25,7 +24,7 @@ def bars(title: str, values: Mapping[str, float], whiskers: Mapping[str, tuple[f
         low, high = (whiskers or {}).get(name, (value, value))
         parts += [_text(LABELS - 8, y + 15, name, "end"),
                   f'<rect x="{LABELS}" y="{y}" width="{value * scale:.1f}" height="18" fill="{HUES[0]}"/>',
-                  _text(LABELS + max(value, high) * scale + 8, y + 15, f"{value:,.4g}{unit}")]
+                  _text(LABELS + max(value, high) * scale + 8, y + 15, _number(value))]
         if high > low:
             parts.append(f'<path d="M{LABELS + low * scale:.1f} {y + 9}H{LABELS + high * scale:.1f}"/>')
     return _svg(36 + len(values) * ROW, parts)
@@ -36,7 +35,7 @@ def lines(title: str, series: Mapping[str, Sequence[float]], x_label: str = "ste
     highest = max((max(values, default=0.0) for values in series.values()), default=0.0) or 1.0
     longest = max(map(len, series.values()), default=0)
     across, up = (WIDTH - 60) / max(longest - 1, 1), 180 / highest
-    parts = [_text(0, 16, title, bold=True), '<path d="M40 30V214H700"/>', _text(34, 38, f"{highest:,.4g}", "end"),
+    parts = [_text(0, 16, title, bold=True), '<path d="M40 30V214H700"/>', _text(34, 38, _number(highest), "end"),
              _text(34, 214, "0", "end"), _text(700, 230, f"{x_label} {max(longest - 1, 0)}", "end")]
     for number, (name, values) in enumerate(series.items()):
         hue = HUES[number % len(HUES)]
@@ -52,6 +51,10 @@ def _svg(height: int, parts: Sequence[str]) -> str:
                       *parts, "</svg>", ""])
 
 
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def _text(x: float, y: float, text: str, anchor: str = "start", bold: bool = False) -> str:
-    weight = ' font-weight="bold"' if bold else ""
+    weight = ' style="font-weight:bold"' if bold else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{weight}>{escape(text)}</text>'

@@ -17,9 +17,14 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from starter.console import Console
+
 SAMPLE = re.compile(r"<!-- output of: (.+?) -->\s*```text\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 PATH = re.compile(r"`((?:starter|tests|acceptance|scripts|fixtures|docs)/[\w./-]+)`")
@@ -32,17 +37,20 @@ def missing_paths(document: Path, text: str) -> list[str]:
     return [f"{document.name} names {target}, which does not exist" for target in links + paths]
 
 
-def wrong_samples(document: Path, text: str) -> list[str]:
+def wrong_samples(document: Path, text: str, progress: Callable[[str], None]) -> list[str]:
     """Sample lines that the command does not print, or not in that order."""
     problems = []
     for command, sample in SAMPLE.findall(text):
         arguments = [sys.executable if word == "python3" else word for word in shlex.split(command)]
+        progress(f"{document.name}: {command}")
         run = subprocess.run(arguments, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
         printed = iter(line.rstrip() for line in (run.stdout + run.stderr).splitlines())
         lines = [line.rstrip() for line in sample.splitlines() if line.strip() not in ("", "...")]
         missing = next((line for line in lines if line not in printed), None)
         if missing is not None:
             problems.append(f"{document.name}: `{command}` does not print: {missing}")
+        elif run.returncode:
+            problems.append(f"{document.name}: `{command}` ends with status {run.returncode}")
     return problems
 
 
@@ -52,7 +60,8 @@ def main() -> int:
     problems = []
     for document in documents:
         text = document.read_text(encoding="utf-8")
-        problems += missing_paths(document, text) + wrong_samples(document, text)
+        with Console(sys.stderr).working(f"{document.name} ...") as progress:
+            problems += missing_paths(document, text) + wrong_samples(document, text, progress)
     for problem in problems:
         print(problem)
     print(f"{len(documents)} documents, {len(problems)} problems")

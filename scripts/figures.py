@@ -38,6 +38,8 @@ class Source:
 
 def read_source(path: Path) -> Source:
     """Read a file and work out its figures. SchemaError for a file that none of the commands above has written."""
+    if path.suffix not in (".json", ".jsonl"):
+        raise SchemaError(f"{path} is neither a timeline, whose name ends with .jsonl, nor a .json file of figures")
     if path.suffix == ".jsonl":
         events = read_timeline(path)
         source = Source(path, "timeline", dict(_of_timeline(events)), events)
@@ -48,7 +50,7 @@ def read_source(path: Path) -> Source:
             figures = dict(_of_quantization(document) if kind == "quantization" else _of_bench(document))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise SchemaError(f"{path} is not what scripts/bench.py --json or scripts/quant_report.py --json writes "
-                              f"({type(error).__name__}: {error}); a timeline's name ends with .jsonl") from None
+                              f"({type(error).__name__}: {error})") from None
         source = Source(path, kind, figures, document)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     return Source(path, source.kind, {"sha256": digest, **source.figures}, source.data)

@@ -351,18 +351,16 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--operations", type=int, default=100, help="for each seed")
     options = parser.parse_args()
-    progress = Console(sys.stderr)
+    console = Console(sys.stderr)
     for seed in range(options.first, options.first + options.seeds):
-        progress.progress(f"seed {seed}")
         try:
-            run_threads(seed) if seed % 10 == 9 else Fuzz(seed).run(options.operations)
+            with console.working(f"seed {seed}"):
+                run_threads(seed) if seed % 10 == 9 else Fuzz(seed).run(options.operations)
         except Exception as error:
-            progress.progress("")
             print(f"seed {seed}: {type(error).__name__}: {error}", file=sys.stderr)
             print(f"replay: python3 scripts/fuzz.py --first {seed} --seeds 1 --operations {options.operations}",
                   file=sys.stderr)
             return 1
-    progress.progress("")
     print(f"{options.seeds} seeds, {options.seeds * options.operations} operations: no page lost, no stream wrong")
     return 0
 

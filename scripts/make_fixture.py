@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -23,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from starter.backend import load_backend
 from starter.batch import Batch, Piece
+from starter.console import Console
 from starter.engine import InferenceEngine
 from starter.model import Model, reference_generate
 from starter.play import play
@@ -108,18 +110,18 @@ def fair_margin(seed: int) -> float | None:
     return min(margins) if ended_early == 1 else None
 
 
-def with_golden(seed: int) -> Scenario | None:
+def with_golden(seed: int, progress: Callable[[str], None]) -> Scenario | None:
     """The fixture with golden tokens from the cache-less reference, or None where the seed is no fair test."""
+    progress(f"seed {seed}: is its run a fair test?")
     margin = fair_margin(seed)
-    print(f"seed {seed}: {'no fair test' if margin is None else f'smallest margin {margin:.2e}'}", file=sys.stderr)
     if margin is None:
         return None
     weights = seeded_weights(MODEL, seed)
     model = Model(MODEL, weights, load_backend("reference"))
     tokens = {}
     for request in scenario(seed).requests:
+        progress(f"seed {seed}: golden tokens of {request.request_id}")
         tokens[request.request_id] = tuple(reference_generate(model, request.prompt_tokens, request.max_tokens))
-        print(f"golden {request.request_id}: {len(tokens[request.request_id])} tokens", file=sys.stderr)
     golden = Golden(tokens, round(margin, 6), made_by="scripts/make_fixture.py with starter.model.reference_generate")
     return scenario(seed, weights_digest(weights), golden)
 
@@ -145,7 +147,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     seeds = [recorded_seed()] if check else count()
-    fixture = next(filter(None, map(with_golden, seeds)), None)
+    with Console(sys.stderr).working() as progress:
+        fixture = next(filter(None, (with_golden(seed, progress) for seed in seeds)), None)
     if fixture is None:
         print(f"the seed in {FIXTURE.name} is no fair test: run python3 scripts/make_fixture.py", file=sys.stderr)
         return 1
@@ -162,6 +165,7 @@ def main() -> int:
         elif path.read_text(encoding="utf-8") != text:
             print(f"{path.relative_to(ROOT)} is not current: run python3 scripts/make_fixture.py", file=sys.stderr)
             return 1
+    print(f"{', '.join(path.name for path in made)}: {'current' if check else 'written'}")
     return 0
 
 

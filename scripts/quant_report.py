@@ -32,6 +32,7 @@ from scripts.quatrains import BOS, UNKNOWN, keeps_form, poem_tokens, read_held_o
 from starter.backend import load_backend
 from starter.batch import Batch, Piece
 from starter.calibration import column_importance
+from starter.console import Console
 from starter.engine import InferenceEngine
 from starter.errors import EngineError
 from starter.loading import Loaded, scenario_weights
@@ -221,17 +222,18 @@ def missed(rows: Sequence[Row]) -> list[str]:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """The table, and the first sample of three variants beside each other."""
-    print(f"{'':27} weights of f32    KV/token   rms err  max err  logits     loss   change   form  differs  tokens/s")
+    """The table, the first sample of three variants beside each other, and what depends on the machine."""
+    print(f"{'':27} weights of f32    KV/token   rms err  max err  logits     loss   change   form  differs")
     for row in rows:
         differs = "-" if row.differs_at is None else row.differs_at
         print(f"{row.name:27} {row.weight_bytes:9,} {row.weight_share:5.2f} {row.kv_token_bytes:8,.0f} B "
               f"{row.weight_rms:8.4f} {row.weight_max:8.3f} {row.logit_rms:7.4f} {row.loss:8.4f} "
-              f"{row.loss_change:+8.4f} {row.form:6.0%} {differs!s:>8} {row.tokens_per_second:9.0f}")
-    print("\nThe first poem, seed by seed the same draw:")
+              f"{row.loss_change:+8.4f} {row.form:6.0%} {differs!s:>8}")
+    print("\nThe same seed's poem:")
     for row in rows:
         if row.name in ("float", "int8", "int4, searched, calibrated"):
             print(f"{row.name:27} {row.poem}")
+    print("\nTokens a second: " + "; ".join(f"{row.name} {row.tokens_per_second:.0f}" for row in rows))
 
 
 def drawing(rows: Sequence[Row]) -> str:
@@ -257,13 +259,6 @@ def drawing(rows: Sequence[Row]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def progress(text: str) -> None:
-    """On a terminal only: a line that is overwritten."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fixture", default="fixtures/quatrains.json", metavar="FILE")
@@ -278,10 +273,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         report = Report(load_scenario(options.fixture), options.poems, options.samples)
         rows = []
-        for variant in VARIANTS:
-            progress(f"{len(rows) + 1} of {len(VARIANTS)}: {variant.name}")
-            rows.append(report.measure(variant))
-        progress("")
+        with Console(sys.stderr).working() as progress:
+            for variant in VARIANTS:
+                progress(f"{len(rows) + 1} of {len(VARIANTS)}: {variant.name}")
+                rows.append(report.measure(variant))
         show(rows)
         if options.json:
             document = {"poems": options.poems, "samples": options.samples, "rows": list(map(asdict, rows))}

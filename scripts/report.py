@@ -51,7 +51,7 @@ TEMPLATE = f"""# Report
 
 <!-- Your words: what did each step gain, what did it cost in memory or accuracy, and what surprised you? -->
 """
-LINK = re.compile(r'(!?)\[([^\[\]\n]*)\]\(([^()\s"]+) "([^"\n]*)"\)')
+LINK = re.compile(r'(!?)\[([^\[\]\n]*)\]\(([^()\s"]+\.(?:jsonl?|svg)) "([^"\n]*)"\)')
 RUN = ("TTFT, median", "TTFT, p90", "TTFT, largest", "TPOT, median", "TPOT, largest", "queue, largest", "steps",
        "output tokens", "output tokens/s", "positions computed", "prompt tokens found", "batch utilization",
        "most requests in a step", "preemptions", "KV pages, peak", "KV bytes, peak", "empty slots, mean",

@@ -18,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from starter.console import Console
 from starter.engine import InferenceEngine
 from starter.play import play
 from starter.report import write_report
@@ -96,7 +97,8 @@ def main() -> int:
     parser.add_argument("--output", default=str(ROOT / "docs" / "report.png"))
     options = parser.parse_args()
     scenario = load_scenario(ROOT / "fixtures" / "tiny_model.json")
-    with tempfile.TemporaryDirectory() as folder, Browser() as browser:
+    working = Console(sys.stderr).working("drawing ...")
+    with working, tempfile.TemporaryDirectory() as folder, Browser() as browser:
         path = Path(folder) / "report.html"
         with InferenceEngine.from_scenario(scenario, clock=VirtualClock()) as engine:
             for _ in play(engine, scenario):

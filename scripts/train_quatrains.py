@@ -45,6 +45,7 @@ from scripts.quatrains import (
     poem_tokens,
     split,
 )
+from starter.console import Console
 from starter.safetensors import read_safetensors, write_safetensors
 from starter.schema import (
     SCENARIO_VERSION,
@@ -325,7 +326,9 @@ def main() -> None:
     tokens = [[poem_tokens(vocabulary, poem) for poem in group] for group in groups]
     torch.set_num_threads(1)  # nearly as fast as two for so small a model, and the sums keep one order
     if options.measure:
-        print(report(saved(), vocabulary, *tokens))
+        with Console(sys.stderr).working("measuring ..."):
+            text = report(saved(), vocabulary, *tokens)
+        print(text)
         return
     weights, curve = train_all(*tokens)
     save(weights)

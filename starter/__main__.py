@@ -23,7 +23,7 @@ from .console import EXIT_DIFFERS, EXIT_OK, Console, guarded, run_program
 from .metrics import Metrics
 from .replay import Replay, load_recorded
 from .report import write_report
-from .timeline import read_timeline
+from .timeline import Event, read_timeline
 
 SHOWN = 20  # broken promises that are printed; of more, the number
 
@@ -57,13 +57,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _read(options: argparse.Namespace) -> list[Event]:
+    with Console(sys.stderr).working(f"reading {options.timeline} ..."):
+        return read_timeline(options.timeline)
+
+
 def replay(options: argparse.Namespace, console: Console) -> int:
     """Run it again."""
-    events = read_timeline(options.timeline)
-    console.progress("loading the model ...")
-    loaded = load_recorded(events[0], Path(options.timeline).parent, options.checkpoint)
-    outcome = Replay(events, loaded, console.progress).run()
-    console.progress("")
+    events = _read(options)
+    with Console(sys.stderr).working("loading the model ...") as progress:
+        loaded = load_recorded(events[0], Path(options.timeline).parent, options.checkpoint)
+        outcome = Replay(events, loaded, progress).run()
     if outcome.difference:
         console.line(f"The replay differs after {outcome.compared} equal events.\n{outcome.difference}")
         return EXIT_DIFFERS
@@ -76,7 +80,9 @@ def replay(options: argparse.Namespace, console: Console) -> int:
 
 def check(options: argparse.Namespace, console: Console) -> int:
     """Prove what it promises."""
-    audit = Audit.of(read_timeline(options.timeline))
+    events = _read(options)
+    with Console(sys.stderr).working("checking ..."):
+        audit = Audit.of(events)
     for violation in audit.violations[:SHOWN]:
         console.line(str(violation))
     if audit.violations:
@@ -99,21 +105,25 @@ def check(options: argparse.Namespace, console: Console) -> int:
 
 def metrics(options: argparse.Namespace, console: Console) -> int:
     """Print what it adds up to."""
-    figures = Metrics.of(read_timeline(options.timeline))
+    figures = Metrics.of(_read(options))
     console.write(figures.to_prometheus() if options.prometheus else figures.to_json() + "\n")
     return EXIT_OK
 
 
 def trace(options: argparse.Namespace, console: Console) -> int:
     """Write it for Perfetto."""
-    write_chrome_trace(read_timeline(options.timeline), options.output)
+    events = _read(options)
+    with Console(sys.stderr).working(f"writing {options.output} ..."):
+        write_chrome_trace(events, options.output)
     console.line(f"{options.output}: open it in ui.perfetto.dev or chrome://tracing")
     return EXIT_OK
 
 
 def report(options: argparse.Namespace, console: Console) -> int:
     """Write it as a page."""
-    write_report(read_timeline(options.timeline), options.output)
+    events = _read(options)
+    with Console(sys.stderr).working(f"writing {options.output} ..."):
+        write_report(events, options.output)
     console.line(f"{options.output}: open it in a browser")
     return EXIT_OK
 

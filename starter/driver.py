@@ -124,6 +124,11 @@ def _quantization(options: argparse.Namespace, default: QuantizationConfig | Non
     return quantization_config(None if options.quantization == "none" else options.quantization)
 
 
+def _beside(options: argparse.Namespace) -> Console:
+    """For progress where standard output is kept for one JSON document."""
+    return Console(sys.stderr, quiet=options.quiet or not options.json)
+
+
 def _clock(options: argparse.Namespace) -> Callable[[], float]:
     return VirtualClock() if options.clock == "virtual" else time.perf_counter
 
@@ -141,9 +146,11 @@ def run_scenario(options: argparse.Namespace, console: Console) -> int:
         if options.json:
             print_json(scenario.to_dict())
         return EXIT_OK
-    with InferenceEngine.from_scenario(scenario, options.backend, clock=_clock(options)) as engine:
-        with _recorded(engine, options):
-            events, refused = _play(engine, scenario, console)
+    with console.working(f"loading {scenario.name}"), _beside(options).working(f"loading {scenario.name}"):
+        engine = InferenceEngine.from_scenario(scenario, options.backend, clock=_clock(options))
+    with engine:
+        with _recorded(engine, options), _beside(options).working() as progress:
+            events, refused = _play(engine, scenario, console, progress)
         verdicts = compare(scenario, tokens_of(events))
         metrics = engine.metrics()
     if options.json:
@@ -187,7 +194,8 @@ def _recorded(engine: InferenceEngine, options: argparse.Namespace) -> Iterator[
         write_report(events, options.report)
 
 
-def _play(engine: InferenceEngine, scenario: Scenario, console: Console) -> tuple[list[TokenEvent], dict[str, str]]:
+def _play(engine: InferenceEngine, scenario: Scenario, console: Console,
+          progress: Callable[[str], None]) -> tuple[list[TokenEvent], dict[str, str]]:
     """Run the scenario and show each step: all events, and why requests were refused."""
     console.line()
     events: list[TokenEvent] = []
@@ -197,6 +205,7 @@ def _play(engine: InferenceEngine, scenario: Scenario, console: Console) -> tupl
         events += played.events
         refused.update(played.refused)
         steps.show(played)
+        progress(f"step {engine.steps}, {len(engine.active)} requests")
     steps.flush()
     return events, refused
 
@@ -219,9 +228,12 @@ def run_prompts(options: argparse.Namespace, console: Console) -> int:
     """Continue one or several prompts, or answer messages, with a checkpoint, streaming."""
     console.progress(f"loading {options.checkpoint}")
     settings = EngineSettings().override({"budget_tokens": 64, "page_size": 16, **_settings(options)})
-    loaded = load_checkpoint_model(options.checkpoint, options.backend, _quantization(options, None), console.progress)
+    quantization = _quantization(options, None)
+    try:
+        loaded = load_checkpoint_model(options.checkpoint, options.backend, quantization, console.progress)
+    finally:
+        console.progress("")
     engine = InferenceEngine(loaded, settings, _clock(options))
-    console.progress("")
     with engine, _recorded(engine, options):
         sampling = SamplingParams(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
                                   n=options.n, stop=options.stop)
@@ -258,21 +270,25 @@ def _stream_one(engine: InferenceEngine, texts: dict[str, str], console: Console
 
 
 def _stream_many(engine: InferenceEngine, texts: dict[str, str], console: Console) -> dict[str, str]:
-    """All at once: a progress line while they run, then each text whole, so that they do not mix."""
-    failures = {}
-    while live := engine.active:
-        engine.step()
-        for request_id in live:
-            for event in engine.poll(request_id):
-                name = sample_id(request_id, event.sample)
-                texts[name] += event.text
-                if event.error:
-                    failures[name] = event.error
-        console.progress(f"{len(engine.active)} requests run, step {engine.steps}")
-    console.progress("")
-    for name, text in texts.items():
-        console.line(f"--- {name}")
-        console.line(text)
+    """All at once. The first text is shown as it comes, then the second as far as it has come meanwhile, and so on:
+    they do not mix. Returns failures by name."""
+    failures, ended = {}, set()
+    for shown in texts:
+        console.line(f"--- {shown}")
+        length = 0
+        while shown not in ended and (live := engine.active):
+            console.write(texts[shown][length:])
+            length = len(texts[shown])
+            engine.step()
+            for request_id in live:
+                for event in engine.poll(request_id):
+                    name = sample_id(request_id, event.sample)
+                    texts[name] += event.text
+                    if event.finish_reason:
+                        ended.add(name)
+                    if event.error:
+                        failures[name] = event.error
+        console.line(texts[shown][length:])
     return failures
 
 

@@ -74,8 +74,8 @@ def _our_name(name: str) -> str:
 def _config(gguf: Gguf) -> ModelConfig:
     """The sizes from the metadata, what is optional from the tensors."""
     architecture = gguf.metadata.get("general.architecture")
-    if architecture not in PAIRS:
-        raise SchemaError(f"the architecture is {architecture!r}; {', '.join(PAIRS)} are known")
+    if not isinstance(architecture, str) or architecture not in PAIRS:
+        raise SchemaError(f"the architecture is {_short(architecture)}; {', '.join(PAIRS)} are known")
     prefix = f"{architecture}."
     values = {key[len(prefix):]: value for key, value in gguf.metadata.items() if key.startswith(prefix)}
     for key, value in values.items():

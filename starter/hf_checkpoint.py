@@ -83,8 +83,9 @@ def _config(given: Mapping[str, Any], folder: Path) -> ModelConfig:
 def _sizes(given: Mapping[str, Any], folder: Path) -> dict[str, object]:
     """A ModelConfig as a plain document."""
     names = given.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
-        raise SchemaError(f"must be one of {', '.join(ARCHITECTURES)}, not {names!r}", "/architectures")
+    if names not in [[name] for name in ARCHITECTURES]:
+        raise SchemaError(f"must be a list of one of {', '.join(ARCHITECTURES)}, not {names!r}", "/architectures")
+    assert isinstance(names, list)
     for key, value in given.items():
         _check_known(key, value, given)
     for key in (*_FIELDS.values(), *(["head_dim"] if names[0] == "Qwen3ForCausalLM" else [])):
@@ -94,7 +95,8 @@ def _sizes(given: Mapping[str, Any], folder: Path) -> dict[str, object]:
     theta, scaling = _rotary(given)
     return {
         **{field: given[key] for field, key in _FIELDS.items()}, **ARCHITECTURES[names[0]],
-        "kv_heads": given.get("num_key_value_heads", given["num_attention_heads"]), "head_dim": given.get("head_dim"),
+        "kv_heads": given["num_attention_heads"] if (heads := given.get("num_key_value_heads")) is None else heads,
+        "head_dim": given.get("head_dim"),
         "tied_output": given.get("tie_word_embeddings", False), "bos_token": bos_token, "eos_tokens": eos_tokens,
         "rope_theta": theta, "rope_scaling": scaling}
 
@@ -158,7 +160,7 @@ def _tensors(folder: Path, progress: Progress) -> Iterator[tuple[str, Tensor]]:
         found = read_safetensors(folder / file)
         wanted = {name for name, place in where.items() if place == file}
         if wrong := wanted.symmetric_difference(found):
-            raise SchemaError(f"{index}: {min(wrong)} is not both in {file} and in the index as being there")
+            raise SchemaError(f"{index}: it does not agree with {file} on whether {min(wrong)} is there")
         yield from found.items()
 
 

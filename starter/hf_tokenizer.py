@@ -9,7 +9,6 @@ the number of one to whoever builds a prompt (``chat.py``).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from itertools import count
@@ -157,7 +156,8 @@ def _byte_pair(tokens: Sequence[str], merges: Iterable[tuple[str, ...]], pre: st
 
 
 def read_folder_tokenizer(folder: Path, config: ModelConfig, chat_template: str | None = None) -> HfTokenizer:
-    """The tokenizer in a folder's tokenizer.json. SchemaError for a kind that is not known here."""
+    """The tokenizer in a folder's tokenizer.json, less any cutting and padding it asks for. SchemaError for a kind
+    that is not known here."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise SchemaError(f"{folder} has no tokenizer.json")
@@ -167,9 +167,10 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig, chat_template: str 
         raise
     except Exception as error:  # whatever the package finds wrong
         raise SchemaError(f"{path}: {error}") from None
-    decoder = json.loads(made.to_str()).get("decoder") or {}
-    if decoder.get("type") != "ByteLevel":
-        raise SchemaError(f"{path}: the decoder is {decoder.get('type')!r}; only 'ByteLevel' is known")
+    made.no_truncation()
+    made.no_padding()
+    if (decoder := type(made.decoder).__name__) != "ByteLevel":
+        raise SchemaError(f"{path}: the decoder is {decoder!r}; only 'ByteLevel' is known")
     around = made.encode("").ids
     if around not in ([], [config.bos_token]):
         raise SchemaError(f"{path}: around every text it puts the tokens {around}; only the model's beginning of a "

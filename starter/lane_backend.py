@@ -20,7 +20,7 @@ from .backend import KVBounds
 from .batch import Batch
 from .cpu_backend import CpuBackend, Row, Rows, rotary_turns, silu
 from .errors import BackendError
-from .int8_pages import Int8KVStore
+from .lane_int8 import LaneInt8KVStore
 from .lane_pages import MOST_POSITIONS, LaneKVStore
 from .lanes import LaneMatrix
 from .quantization import QuantizedTensor, dequantize, quantize
@@ -82,7 +82,7 @@ class LaneBackend(CpuBackend):
     def kv_store(self, model: ModelConfig, num_pages: int, page_size: int, bounds: Sequence[KVBounds] = (),
                  kv_quantization: str | None = None) -> Any:
         if kv_quantization is not None:
-            return super().kv_store(model, num_pages, page_size, bounds, kv_quantization)
+            return LaneInt8KVStore(model.layers, model.kv_heads, model.head_width, num_pages, page_size)
         positions = min(model.max_context, num_pages * page_size)
         if positions > MOST_POSITIONS:
             raise BackendError(f"the lanes of backend 'cpu' attend over at most {MOST_POSITIONS:,} positions, not "
@@ -114,8 +114,6 @@ class LaneBackend(CpuBackend):
         return turned
 
     def attend(self, q: Rows, k: Rows, v: Rows, layer: int, store: Any, batch: Batch) -> Rows:
-        if isinstance(store, Int8KVStore):  # read as the reference reads it
-            return super().attend(q, k, v, layer, store, batch)
         store.write_layer(layer, batch.slots, k, v)
         rows: Rows = store.attend(q, layer, batch)
         return rows

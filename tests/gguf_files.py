@@ -45,7 +45,8 @@ def gguf_file(metadata: Mapping[str, Any] | Sequence[tuple[Any, Any]] = (), tens
         entries += text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
         entries += struct.pack("<IQ", KINDS.get(kind, kind), offset)
         data += raw
-    n_tensors, n_metadata = (len(given) if count is None else count for given, count in zip((tensors, metadata), counts))
+    n_tensors, n_metadata = (len(given) if count is None else count
+                             for given, count in zip((tensors, metadata), counts))
     head = magic + struct.pack("<IQQ", version, n_tensors, n_metadata) + metadata_bytes(metadata) + entries
     return head + bytes(-len(head) % alignment) + data + tail
 

@@ -53,6 +53,19 @@ class ConsoleTest(unittest.TestCase):
         console.line("done")
         self.assertEqual(terminal.getvalue(), "\rloading the model" "\rstep 1           " "\r      \r" "done\n")
 
+    def test_progress_is_cut_to_the_line(self) -> None:
+        terminal = Terminal()
+        with mock.patch.dict(os.environ, {"COLUMNS": "11"}):
+            Console(terminal).progress("0123456789abc")
+        self.assertEqual(terminal.getvalue(), "\r0123456789")
+
+    def test_a_progress_line_is_gone_when_its_work_is_done_and_when_it_fails(self) -> None:
+        terminal = Terminal()
+        with self.assertRaises(RequestError), Console(terminal).working("a") as progress:
+            progress("bc")
+            raise RequestError("no")
+        self.assertEqual(terminal.getvalue(), "\ra" "\rbc" "\r  \r")
+
     def test_progress_is_not_for_files_and_pipes(self) -> None:
         stream = io.StringIO()
         Console(stream).progress("loading")

@@ -294,7 +294,8 @@ class BadInputTest(Case):
         self.check_refused(run("--fixture", self.file, "--timeline", self.folder), "cannot write the timeline")
 
     def test_options_that_would_be_ignored(self) -> None:
-        self.check_refused(run("--fixture", self.file, "--prompt", "x"), "--prompt goes with --checkpoint")
+        for option in ("--prompt", "--chat"):
+            self.check_refused(run("--fixture", self.file, option, "x"), "--prompt and --chat go with --checkpoint")
         self.check_refused(run("--checkpoint", self.folder, "--manifest-only"), "--manifest-only goes with --fixture")
 
     def test_what_argparse_refuses(self) -> None:
@@ -403,6 +404,8 @@ class CheckpointTest(Case):
     def test_bad_input(self) -> None:
         for path in (self.folder / "nothing", self.file):
             self.check_refused(run("--checkpoint", path))
+        self.check_refused(run("--checkpoint", self.folder, "--chat", "hi"), "no chat template")
+        self.check_refused(run("--checkpoint", self.folder, "--chat", "hi", "--prompt", "abc"), "not both")
         for options in (("--max-tokens", -1), ("--max-tokens", 9999), ("--temperature", "nan"), ("--temperature", -1),
                         ("--top-p", 1.5), ("--page-size", 0), ("--backend", "gpu")):
             with self.subTest(options=options):

@@ -21,7 +21,8 @@ from tests.gguf_files import floats, gguf_file, text, value
 MATRIX = ("m", (2, 3), "F32", floats(0, 1, 2, 10, 11, 12))
 VECTOR = ("v", (5,), "F16", struct.pack("<5e", 1, 2, 3, 4, 5))
 BLOCKS = ("q", (2, 32), "Q8_0", b"\x00\x3c" + bytes(range(32)) + b"\x00\xb8" + b"\x80" * 32)
-METADATA = {"general.architecture": "llama", "a.b": 7, "c": 0.5, "d": True, "e": ["x", "", "世界"], "f": [1, 2], "g": []}
+METADATA = {"general.architecture": "llama", "a.b": 7, "c": 0.5, "d": True, "e": ["x", "", "世界"], "f": [1, 2],
+            "g": []}
 WHOLE = gguf_file(METADATA, [MATRIX, VECTOR, BLOCKS])
 
 
@@ -62,8 +63,8 @@ class Reading(FileCase):
                 self.assertRaisesRegex(QuantizationError, "only a matrix", file.quantized, "v")
 
     def test_every_type_of_number(self) -> None:
-        numbers = {0: ("B", 200), 1: ("b", -7), 2: ("H", 60_000), 3: ("h", -300), 4: ("I", 2**32 - 1), 5: ("i", -(2**31)),
-                   6: ("f", 0.25), 10: ("Q", 2**64 - 1), 11: ("q", -(2**63)), 12: ("d", 0.1)}
+        numbers = {0: ("B", 200), 1: ("b", -7), 2: ("H", 60_000), 3: ("h", -300), 4: ("I", 2**32 - 1),
+                   5: ("i", -(2**31)), 6: ("f", 0.25), 10: ("Q", 2**64 - 1), 11: ("q", -(2**63)), 12: ("d", 0.1)}
         raw = {f"k{kind}": struct.pack("<I" + code, kind, number) for kind, (code, number) in numbers.items()}
         self.path.write_bytes(gguf_file(raw))
         with open_gguf(self.path) as file:

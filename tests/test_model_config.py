@@ -21,7 +21,8 @@ class ModelConfigTest(unittest.TestCase):
 
     def test_sizes_that_do_not_fit_together(self) -> None:
         for change, path in (({"width": 9}, "/width"), ({"kv_heads": 3}, "/kv_heads"), ({"heads": 8}, "/width"),
-                             ({"head_dim": 3}, "/head_dim"), ({"bos_token": 5}, "/bos_token"), ({"eos_tokens": (1, 5)}, "/eos_tokens")):
+                             ({"head_dim": 3}, "/head_dim"), ({"bos_token": 5}, "/bos_token"),
+                             ({"eos_tokens": (1, 5)}, "/eos_tokens")):
             with self.subTest(change=change), self.assertRaises(SchemaError) as caught:
                 ModelConfig(**{**SIZES, **change})
             self.assertEqual(caught.exception.path, path)

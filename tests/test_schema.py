@@ -80,7 +80,8 @@ REQUIRED: set[Place] = {
     *(("faults", i, key) for i, keys in enumerate(FAULT_KEYS) for key in ("kind", *keys)),
 }
 NULLABLE: set[Place] = {
-    ("model", "bos_token"), ("model", "head_dim"), ("model", "rope_scaling"), ("weights", "sha256"), ("engine", "kv_budget_bytes"), ("engine", "kv_quantization"),
+    ("model", "bos_token"), ("model", "head_dim"), ("model", "rope_scaling"), ("weights", "sha256"),
+    ("engine", "kv_budget_bytes"), ("engine", "kv_quantization"),
     ("quantization",), ("quantization", "group_size"), ("requests", 0, "sampling", "seed"),
     ("requests", 0, "cache_salt"), ("requests", 0, "sampling", "logprobs"), ("golden",),
     ("faults", 0, "request_id"), ("faults", 1, "request_id"),

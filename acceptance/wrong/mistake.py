@@ -22,6 +22,8 @@ from importlib import import_module
 from typing import Any, Callable
 from unittest import mock
 
+import starter
+
 MODULES = ("kv_cache", "pages", "scheduler", "quantization", "lifecycle", "cheats", "requests", "different")
 MISTAKES = {}  # by name, filled by the decorators
 DIFFERENT = {}  # other implementations that are right, and have to pass
@@ -86,6 +88,8 @@ def different(*meant):
 
 def load_all():
     """Import all modules of mistakes, so that MISTAKES and DIFFERENT are complete."""
+    for name in starter.__all__:
+        getattr(starter, name)  # imported at first use, which must not be while something is replaced
     for name in MODULES:
         import_module(f"{__package__}.{name}")
 
