@@ -4,6 +4,7 @@
     python3 -m acceptance M2                       one milestone
     python3 -m acceptance test_dirty_pages         tests whose names contain this
     python3 -m acceptance --seed 4711              the same models, weights and prompts again
+    python3 -m acceptance --json                   one JSON document, {test: [state, message]}, and nothing else
     python3 -m acceptance --timelines FOLDER       keep what every engine did, event by event
     python3 -m acceptance wrong --help             the suite against engines that are wrong on purpose
 
@@ -13,6 +14,7 @@ Exit code 0: everything asked for passed. 1: something failed. 2: no test has su
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -27,35 +29,42 @@ def main(arguments=None):
     parser.add_argument("tests", nargs="*", metavar="TEST", help="milestones or (parts of) names of tests")
     parser.add_argument("--seed", help="what to draw from; the default is another one in every run")
     parser.add_argument("--timelines", metavar="FOLDER", help="write the timeline of every engine to a file in here")
+    parser.add_argument("--json", action="store_true", help="print outcomes for a program; what is given is left out")
     options = parser.parse_args(arguments)
     if options.seed:
         os.environ["P07_SEED"] = options.seed  # before harness is imported
-    from acceptance.child import SEED, all_tests, run_apart
+    from acceptance.child import SEED, all_tests, is_given, run_apart
     ids = [test_id for test_id in all_tests()
            if not options.tests or any(word in test_id for word in options.tests)]
     if not ids:
         print(f"no test has a name with {' or '.join(options.tests)}; milestones: {', '.join(NAMES)}", file=sys.stderr)
         return 2
     environment = {"P07_TIMELINES": str(Path(options.timelines).resolve())} if options.timelines else {}
+    if options.json:
+        outcomes = run_apart([test_id for test_id in ids if not is_given(test_id)], environment=environment)
+        print(json.dumps({test_id: [outcome.state, outcome.message] for test_id, outcome in outcomes.items()}))
+        return any(outcome.state == "failed" for outcome in outcomes.values())
     print(f"run seed {SEED}; --seed {SEED} draws the same again")
     failed = [milestone for milestone in NAMES if not _show(
-        milestone, [test_id for test_id in ids if test_id.startswith(milestone)], run_apart, environment)]
+        milestone, [test_id for test_id in ids if test_id.startswith(milestone)], run_apart, is_given, environment)]
     print(f"still to do: {', '.join(name[:2] for name in failed)}" if failed else "all done")
     return bool(failed)
 
 
-def _show(milestone, ids, run_apart, environment):
+def _show(milestone, ids, run_apart, is_given, environment):
     """Run and print one milestone; False if a test failed."""
     outcomes = run_apart(ids, environment=environment)
-    states = [outcome.state for outcome in outcomes.values()]
+    states = [outcome.state for test_id, outcome in outcomes.items() if not is_given(test_id)]
     passed, wanted = states.count("passed"), len(states) - states.count("skipped")
+    failed = any(outcome.state == "failed" for outcome in outcomes.values())
     if ids:
-        print(f"\n{milestone[:2]} {NAMES[milestone]:22}{passed:3} of {wanted}{'  done' if passed == wanted else ''}",
+        more = f", and {len(ids) - len(states)} of what is given" if len(ids) > len(states) else ""
+        print(f"\n{milestone[:2]} {NAMES[milestone]:22}{passed:3} of {wanted}{more}{'' if failed else '  done'}",
               flush=True)
     for test_id, outcome in outcomes.items():
         if outcome.state != "passed":
             print(f"\n{outcome.state.upper()} {test_id}\n{outcome.message}", flush=True)
-    return passed == wanted
+    return not failed
 
 
 if __name__ == "__main__":

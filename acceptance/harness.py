@@ -41,8 +41,9 @@ GENUINE = [(owner, name, getattr(owner, name)) for owner, names in (  # as they 
     (sys, ("exit",)),
     (unittest.TestCase, ("run", "fail", "assertEqual")), (json, ("loads", "dumps"))) for name in names]
 
-import starter  # its names are imported when first used, so one missing module fails its tests alone
 from why import why
+
+import starter  # its names are imported when first used, so one missing module fails its tests alone
 
 SWITCH = "RUN_STUDENT_ACCEPTANCE"
 SEED = os.environ.get("P07_SEED") or str(random.SystemRandom().randrange(1_000_000))
@@ -62,6 +63,7 @@ def _explained(test):
     @wraps(test)
     def run(self):
         try:
+            self.ready()
             return test(self)
         except SkipPart as part:
             return self.skipTest(str(part))
@@ -75,6 +77,8 @@ def _explained(test):
             error, what = other, f"happened: {type(other).__name__}: {other}"
         if isinstance(error, NotImplementedError):
             what += "\n  hint:     this part is still to be written"
+        elif missing := self._missing():
+            what += f"\n  missing:  {missing}"
         case = f"\n  case:     {self.case}" if self.case else ""
         name = ".".join(self.id().split(".")[-2:])
         replay = f"python3 -m acceptance {name} --seed {SEED} --timelines replay"
@@ -110,6 +114,12 @@ def _plain(value):
                          "built-in numbers, texts, lists, tuples and dictionaries")
 
 
+def given(test):
+    """Decorator: what this tests is given to the students, so it is shown and worth no point."""
+    test.given = True
+    return test
+
+
 class SkipPart(Exception):
     """Raised by a test for an optional part that the engine refuses with a clear error."""
 
@@ -130,10 +140,19 @@ class Case(unittest.TestCase):
     def setUp(self):
         self.rng = random.Random(".".join([SEED, *self.id().split(".")[-2:]]))
         self.hung = False
+        self.engines = []
         watchdog = Timer(HANG_SECONDS, self._interrupt)
         watchdog.daemon = True
         watchdog.start()
         self.addCleanup(watchdog.cancel)
+
+    def ready(self):
+        """Fails while the milestone has not begun, so that its tests do not pass for want of what they look at."""
+
+    def _missing(self):
+        """What is still to be written, if a request ended because of that."""
+        errors = (str(event.get("error")) for engine in self.engines for event in engine.timeline)
+        return next((error for error in errors if "NotImplementedError" in error), "")
 
     def _interrupt(self):
         self.hung = True

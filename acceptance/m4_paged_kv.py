@@ -47,7 +47,10 @@ class M4PagedKV(Case):
         for handle, users in ((a, ["a", "c"]), (b, ["b"]), (c, ["a", "c"])):
             for page in kv.pages(handle):
                 self.same((kv.page(page).refcount, sorted(kv.page(page).users)), (len(users), users), f"page {page}")
+        self.same((kv.stats().allocations, kv.stats().hits, kv.stats().peak_pages), (3, 5, 3),
+                  "a fork is an allocation, its 5 tokens are hits, and a shared page counts once")
         kv.release(a)
+        self.refuses(starter.StaleHandleError, lambda: kv.fork(a, "d"), "a was released")
         self.same([kv.page(page).users for page in kv.pages(c)], [("c",), ("c",)], "c still uses the shared pages")
         kv.release(c)
         self.same(sorted(kv.page(page).refcount for page in range(6)), [0, 0, 0, 0, 0, 1], "only b holds a page")

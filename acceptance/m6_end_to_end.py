@@ -105,6 +105,7 @@ class M6EndToEnd(Case):
         for _ in range(6):
             run.submit(run.prompt(8), 8)
         run.step()
+        self.same(len(run.engine.active), 6, "after one step all of them live")
         run.engine.close()
         run.engine.close()
         self.same(run.engine.kv.free_pages, run.engine.kv.total_pages, "close returns every page")
@@ -231,7 +232,7 @@ class M6EndToEnd(Case):
                 done = subprocess.run([sys.executable, str(ROOT / "starter" / "driver.py"), "--fixture", str(path)],
                                       cwd=ROOT, capture_output=True, timeout=60, check=False)
             self.same((done.returncode, b"Traceback" in done.stderr), (code, False),
-                      done.stderr.decode(errors="replace"))
+                      (done.stdout[-300:] + done.stderr).decode(errors="replace"))
 
     def test_nothing_was_tampered_with(self):
         """X4: computing leaves the clocks, the random numbers, the interpreter's exits and the test framework alone."""

@@ -54,6 +54,7 @@ class Run:
                          "kv_quantization": None, "prefix_sharing": False, **settings}
         self.engine = starter.InferenceEngine.from_scenario(
             self.scenario, backend=self.meter, weights_seed=self.weights_seed, clock=self.clock, **self.settings)
+        case.engines.append(self.engine)
         case.addCleanup(self.engine.close)
         if TIMELINES:
             case.addCleanup(self._keep_timeline)

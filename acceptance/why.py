@@ -21,7 +21,7 @@ WHY = {
     "B7": "most errors of paged memory live at the exact multiples of the page size",
     "B8": "ids are chosen by callers, who use them again at once",
     "B9": "memory that is used after its release belongs to somebody else by then",
-    "B10": "a step without a budget happens whenever the machine is busy elsewhere; it must cost nothing and lose nothing",
+    "B10": "a step without a budget comes whenever the machine is busy elsewhere; it must cost and lose nothing",
     "B11": "real loads mix long and short; the short ones must not pay for the long ones",
     "B12": "real weight matrices hold constant, zero and extreme groups",
     "B13": "a format that is half supported gives wrong numbers without a word",

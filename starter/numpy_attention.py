@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import sqrt
+from math import prod, sqrt
 from typing import Any, Protocol, Union
 
 import numpy as np
@@ -55,18 +55,18 @@ class Group:
 
     @classmethod
     def of(cls, spans: list[Span], page_size: int) -> Group:
-        """O(S * (pages + count * n)), in a fixed number of array operations."""
+        """Of spans in the order of ``grouped``. O(S * (pages + count * n)), in a fixed number of array operations."""
         count, longest = spans[0].count, spans[-1].end
         most = -(-longest // page_size)
         tables = [[*span.pages[:-(-span.end // page_size)]] for span in spans]
         pages = np.array([table + table[:1] * (most - len(table)) for table in tables], dtype=np.intp)
         ends = np.array([[span.end] for span in spans])
         slots = (pages[:, :, None] * page_size + np.arange(page_size)).reshape(len(spans), -1)[:, :longest]
-        positions = np.arange(longest)
-        slots = np.where(positions < ends, slots, slots[:, :1])
-        last_seen = ends - count + np.arange(count)                                  # [S, count]
         hidden = None
-        if last_seen.min() < longest - 1:
+        if count > 1 or spans[0].end < longest:
+            positions = np.arange(longest)
+            slots = np.where(positions < ends, slots, slots[:, :1])
+            last_seen = ends - count + np.arange(count)                              # [S, count]
             hidden = np.where(positions > last_seen[:, :, None], np.float32("-inf"), np.float32(0))[:, None, None]
         return cls(count, _rows(spans), ends, pages, slots, hidden)
 
@@ -111,6 +111,21 @@ def _rows(spans: list[Span]) -> Rows:
     if all(span.first_row == first + i * count for i, span in enumerate(spans)):
         return slice(first, first + len(spans) * count)
     return (np.array([span.first_row for span in spans])[:, None] + np.arange(count)).ravel()
+
+
+class Room:
+    """Memory for the keys and values of one group after the other: new arrays would cost page faults each time."""
+
+    def __init__(self) -> None:
+        self._numbers = np.empty((2, 0), dtype=np.float32)
+
+    def of(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        """Two arrays of this shape, which hold anything."""
+        size = prod(shape)
+        if size > self._numbers.shape[1]:
+            self._numbers = np.empty((2, size), dtype=np.float32)
+        keys, values = self._numbers[:, :size]
+        return keys.reshape(shape), values.reshape(shape)
 
 
 def attend(q: Array, keys: Array, values: Array, group: Group) -> Array:

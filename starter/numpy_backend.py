@@ -1,9 +1,11 @@
 """Optional · The decoder's operations on NumPy arrays (extra ``numpy``); importing ``starter`` never imports this.
 
 Hidden states are float32 arrays [T, columns]; keys and values live in arrays preallocated for the whole pool and are
-gathered by slot number, request by request. Rows of a matrix product may be rounded differently in batches of
-different size (BLAS picks its kernel by shape), so here "batch equals solo" means equal greedy tokens and logits
-within 1e-4, not equal bits.
+gathered by slot number, for many requests at once (``numpy_attention.py``). A small model's step is a few hundred array
+operations of some microseconds each, so what counts is how many there are, and that none makes a large new array.
+
+Rows of a matrix product may be rounded differently in batches of different size (BLAS picks its kernel by shape), so
+here "batch equals solo" means equal greedy tokens and logits within 1e-4, not equal bits.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from math import prod
 from typing import Any, Union
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from .backend import KVBounds
 from .batch import Batch, Span
 from .int8_pages import cut_by_page
-from .numpy_attention import Group, Plan, attend
+from .numpy_attention import Group, Plan, Room, attend
 from .numpy_int8_pages import NumpyInt8KVStore
 from .numpy_matrices import PackedMatrix
 from .quantization import quantize
@@ -141,7 +142,7 @@ class NumpyKVStore:
         self.plan: Plan | None = None
         self.keys = np.zeros((layers, num_pages * page_size, kv_heads, head_width), dtype=np.float32)
         self.values = np.zeros_like(self.keys)
-        self._gathered = np.empty((2, 0), dtype=np.float32)
+        self._room = Room()
 
     def write_layer(self, layer: int, slots: Sequence[int], k: Array, v: Array) -> None:
         """Put rows [T, kv_heads * head_width] of one layer into their slots."""
@@ -155,10 +156,7 @@ class NumpyKVStore:
 
     def context(self, layer: int, group: Group) -> tuple[Array, Array]:
         """Keys and values of a group's contexts, [S, n, kv_heads, head_width] each, until the next call."""
-        shape = (*group.slots.shape, self.kv_heads, self.head_width)
-        if self._gathered.shape[1] < prod(shape):  # arrays made anew for each layer would cost page faults
-            self._gathered = np.empty((2, prod(shape)), dtype=np.float32)
-        keys, values = (room[:prod(shape)].reshape(shape) for room in self._gathered)
+        keys, values = self._room.of((*group.slots.shape, self.kv_heads, self.head_width))
         self.keys[layer].take(group.slots, axis=0, out=keys, mode="clip")  # "raise" would gather into a copy
         self.values[layer].take(group.slots, axis=0, out=values, mode="clip")
         return keys, values

@@ -13,7 +13,7 @@ import numpy as np
 
 from .batch import Span
 from .int8_pages import SMALLEST_SCALE, cut_by_page
-from .numpy_attention import Group, Plan
+from .numpy_attention import Group, Plan, Room
 
 Array = Any  # numpy.ndarray
 
@@ -56,6 +56,7 @@ class NumpyInt8KVStore:
         self.tail_bytes = 4 * page_size * self.width
         self.peak_tails = 0
         self.plan: Plan | None = None
+        self._room = Room()
 
     # ------------------------------------------------------------------------------------------- writing
 
@@ -89,30 +90,30 @@ class NumpyInt8KVStore:
         return [span] if span.count == 1 else cut_by_page(span, self.page_size)
 
     def context(self, layer: int, group: Group) -> tuple[Array, Array]:
-        """Keys and values that the rows of a group see, [S, n, kv_heads, head_width] each."""
+        """Keys and values that the rows of a group see, [S, n, kv_heads, head_width] each, until the next call."""
         spans, longest = group.slots.shape
-        keys, values = self._keys(group.pages, layer), self._values(group.pages, layer)
+        keys, values = self._room.of((*group.pages.shape, self.page_size, self.kv_heads, self.head_width))
+        self._read_keys(keys, group.pages, layer)
+        self._read_values(values, group.pages, layer)
         own = (group.ends[:, 0] - 1) // self.page_size  # the rows' own pages, as floats
-        pages = group.pages[range(spans), own].tolist()
-        keys[range(spans), own] = np.stack([self._tail(page)[layer] for page in pages]).swapaxes(1, 2)
-        unwritten = np.arange(longest) >= group.ends
+        tails = [self._tail(page)[layer] for page in group.pages[range(spans), own].tolist()]
+        keys[range(spans), own] = np.stack(tails).swapaxes(1, 2)
         shape = (spans, -1, self.kv_heads, self.head_width)
         keys, values = keys.reshape(shape)[:, :longest], values.reshape(shape)[:, :longest]
+        unwritten = np.arange(longest) >= group.ends
         keys[unwritten] = values[unwritten] = 0.0  # what an earlier owner left there may be anything
         return keys, values
 
-    def _keys(self, pages: Any, layer: Any) -> Array:
-        """Of full pages, dequantized: [..., page_size, kv_heads, head_width]."""
-        keys = self.key_codes[pages, layer].astype(np.float32)  # first, and in place: a product of both types is slower
-        keys *= self.key_scales[pages, layer, ..., None]
-        keys += self.key_lows[pages, layer, ..., None]
-        return np.moveaxis(keys, -1, -3)
+    def _read_keys(self, keys: Array, pages: Any, layer: Any) -> None:
+        """Full pages, dequantized, into [..., page_size, kv_heads, head_width]."""
+        keys[:] = np.moveaxis(self.key_codes[pages, layer], -1, -3)  # floats first: mixed products are slower
+        keys *= self.key_scales[pages, layer][..., None, :, :]
+        keys += self.key_lows[pages, layer][..., None, :, :]
 
-    def _values(self, pages: Any, layer: Any) -> Array:
-        """Dequantized: [..., page_size, kv_heads, head_width]."""
-        values = self.value_codes[pages, layer].astype(np.float32)
-        values *= self.value_scales[pages, layer, ..., None]
-        return np.swapaxes(values, -2, -3)
+    def _read_values(self, values: Array, pages: Any, layer: Any) -> None:
+        """Dequantized, into [..., page_size, kv_heads, head_width]."""
+        values[:] = np.swapaxes(self.value_codes[pages, layer], -2, -3)
+        values *= np.swapaxes(self.value_scales[pages, layer], -1, -2)[..., None]
 
     # --------------------------------------------------------------------------------------------- pages
 
@@ -123,10 +124,13 @@ class NumpyInt8KVStore:
             self.write_layer(layer, [slot], *rows)
 
     def read(self, page: int, offset: int) -> tuple[list[float], list[float]]:
-        every = slice(None)  # layer
-        tail = self.tails.get(page)
-        key = self._keys([page], every)[0, :, offset] if tail is None else tail[:, :, offset]
-        return key.ravel().tolist(), self._values([page], every)[0, :, offset].ravel().tolist()
+        layers, kv_heads, size, width = self._tail_shape
+        key, value = (np.empty((layers, size, kv_heads, width), dtype=np.float32) for _ in range(2))
+        self._read_keys(key, page, slice(None))
+        self._read_values(value, page, slice(None))
+        if page in self.tails:
+            key[:] = self.tails[page].swapaxes(1, 2)
+        return key[:, offset].ravel().tolist(), value[:, offset].ravel().tolist()
 
     def copy_page(self, source: int, target: int, origin: NumpyInt8KVStore | None = None) -> None:
         origin = origin or self

@@ -6,9 +6,9 @@
     +------+------+------+------+            +------+
              this tile                       the next tile takes its place, so it stays in the cache
 
-NumPy multiplies floats, so every product turns every code into a float again. What this saves is memory, not time: a
-product of one row takes about three times as long as with float weights, one of a batch not twice as long, since the
-batch shares the tile.
+NumPy multiplies floats, so every product turns every code into a float again. What this saves is memory, not time: the
+product of a single row takes several times as long as with float weights. The rows of a batch share a tile, so the
+larger the batch, the smaller the loss.
 
 The numbers are those of ``quantization.dequantize``. As there in ``matvec``, a zero point leaves the sum,
 

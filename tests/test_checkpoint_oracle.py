@@ -6,11 +6,15 @@ import random
 import tempfile
 import unittest
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from starter.batch import Batch, Piece
+from starter.gguf_checkpoint import read_gguf_checkpoint
+from starter.hf_checkpoint import read_hf_checkpoint
 from starter.loading import load_checkpoint_model
 from starter.model import Model
 from tests.extras import needs
@@ -48,12 +52,60 @@ def make_checkpoint(folder: Path, family: str, seed: int, **changes: Any) -> Any
         for name, parameter in model.named_parameters():  # larger than transformers draws them: faults show
             spread = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.25
             parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, spread)
-    model.save_pretrained(folder)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(letters)}, []))
+            parameter.copy_(parameter.bfloat16())
+    if seed % 2:  # as most folders are: bfloat16, in several files
+        deepcopy(model).bfloat16().save_pretrained(folder, max_shard_size="20KB")
+    else:
+        model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE({piece: token for token, piece in enumerate(pieces())}, [("Ġ", "t")]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     return model
+
+
+def pieces() -> list[str]:
+    """The tokens: all bytes, and one merge."""
+    from tokenizers import pre_tokenizers
+    return [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt"]
+
+
+def write_gguf(path: Path, model: Any) -> None:
+    """The same model as llama.cpp's converter writes it: names by its own table, llama's queries and keys permuted."""
+    from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
+    config, architecture = model.config, model.config.model_type
+    writer = GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    if config.rope_parameters["rope_type"] == "linear":
+        from gguf import RopeScalingType
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(pieces())
+    writer.add_token_merges(["Ġ t"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(7)
+    names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        values = tensor.numpy()
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            values = values.reshape(-1, 2, width // 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            writer.add_tensor(names.get_name(name, (".weight", ".bias")), values)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
 
 
 def their_logits(model: Any, tokens: Sequence[int]) -> list[list[float]]:
@@ -74,7 +126,7 @@ def our_logits(model: Model, tokens: Sequence[int], cuts: Sequence[int]) -> list
     return logits
 
 
-@needs("oracle", "torch", "transformers", "tokenizers", "numpy")
+@needs("oracle", "torch", "transformers", "tokenizers", "numpy", "gguf")
 class Oracle(unittest.TestCase):
     def test_every_logit_of_every_architecture(self) -> None:
         for seed, (family, changes) in enumerate(SHAPES):
@@ -85,6 +137,21 @@ class Oracle(unittest.TestCase):
                 self.assertGreater(max(map(max, wanted)), 1.0)
                 for backend, tolerance in TOLERANCE.items():
                     self.check(load_checkpoint_model(folder, backend).model, tokens, wanted, tolerance)
+
+    def test_gguf_files_hold_the_same_models(self) -> None:
+        for seed, (family, changes) in enumerate(SHAPES):
+            if changes.get("rope_parameters") == LLAMA3:
+                continue  # which the converter writes as a tensor of factors: tests/test_reference.py
+            with tempfile.TemporaryDirectory() as folder, self.subTest(family=family, changes=changes):
+                write_gguf(Path(folder) / "model.gguf", make_checkpoint(Path(folder), family, seed, **changes))
+                ours, theirs = read_gguf_checkpoint(Path(folder) / "model.gguf"), read_hf_checkpoint(folder)
+                self.assertEqual(ours.weights, theirs.weights)
+                single = replace(ours.config, norm_eps=theirs.config.norm_eps, head_dim=theirs.config.head_dim)
+                self.assertEqual(single, theirs.config)
+                self.assertAlmostEqual(ours.config.norm_eps, theirs.config.norm_eps, places=12)  # float32 in the file
+                self.assertEqual(ours.config.head_width, theirs.config.head_width)
+                for text in ("the cat, 世界", " t"):
+                    self.assertEqual(ours.tokenizer.encode(text), theirs.tokenizer.encode(text))
 
     def check(self, model: Model, tokens: Sequence[int], wanted: Sequence[Sequence[float]], tolerance: float) -> None:
         self.assertEqual(model.config.eos_tokens, (2, 7))

@@ -51,6 +51,8 @@ class PagePoolTest(unittest.TestCase):
         hues = colours(["first", NASTY])
         fills = [[rect.get("fill") for rect in group.iter("rect")][1:] for group in groups]
         self.assertEqual(fills, [[hues["first"], hues[NASTY], "#111"]] * 2 + [[]] * 4)
+        self.assertEqual([(rect.get("x"), rect.get("width")) for rect in list(groups[1].iter("rect"))[1:3]],
+                         [("45", "20"), ("65", "20")])  # side by side, half of a box each
         self.assertEqual([float(bar.get("width", "")) for bar in rects(picture, "#111")], [40.0, 20.0])  # 4 and 2 of 4
         self.assertEqual(["".join(group.find("text").itertext()) for group in groups],  # type: ignore[union-attr]
                          ["0 ×2", "1 ×2", "2", "3", "4", "5"])

@@ -55,6 +55,21 @@ class NumpyBackendTest(unittest.TestCase):
             got = tokens[request_id]
             self.assertEqual(got, list(golden)[:len(got)] if request_id == "cancelled" else list(golden))
 
+    def test_rotation_is_that_of_the_plain_backend_call_after_call(self) -> None:
+        """What is kept for the next call must not be used when positions, frequencies or the width differ."""
+        import numpy as np
+        plain, fast = load_backend("reference"), load_backend("numpy")
+        dice, positions = random.Random(1), [3, 0, 700]
+        calls = [(1, (1.0, 0.01)), (3, (1.0, 0.01)), (2, (1.0, 0.01)), (2, (1.0, 0.5)), (1, (0.3,)), (2, (1.0, 0.5))]
+        for number, (heads, frequencies) in enumerate((*calls, *calls)):
+            x = [[float(dice.randint(-9, 9)) for _ in range(2 * heads * len(frequencies))] for _ in positions]
+            wide = np.array([[0.0, *row, 0.0] for row in x], dtype=np.float32)[:, 1:-1]  # as ``split`` leaves it
+            for mine, row in zip(fast.rotate(wide, positions, frequencies).tolist(),
+                                 plain.rotate(x, positions, frequencies), strict=True):
+                for a, b in zip(mine, row, strict=True):
+                    self.assertAlmostEqual(a, b, places=5)
+            positions[0] += number == len(calls)
+
     def test_nan_in_free_pages_reaches_no_output(self) -> None:
         """K066: unwritten slots hold NaN; 0 * NaN would poison the values of a padded attention."""
         config = random_config(random.Random(1))

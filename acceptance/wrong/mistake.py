@@ -16,10 +16,11 @@ A suite is worth what it catches: ``python3 -m acceptance wrong`` runs all of it
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Callable
+from typing import Any
 from unittest import mock
 
 import starter

@@ -84,7 +84,7 @@ def no_tokens_means_one(patch):
 def true_taken_for_1(patch):
     """True is an int in Python, and passes for a token."""
     right = requests._require_integer
-    patch(requests, "_require_integer", lambda name, value, low: right(name, int(value) if value is True else value, low))
+    patch(requests, "_require_integer", lambda name, value, low: right(name, 1 if value is True else value, low))
 
 
 @mistake(None, "M1Reference.test_duplicate_ids", says="DuplicateRequestError")

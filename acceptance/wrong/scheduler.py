@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from starter import scheduler
+from starter.decisions import Plan
 from starter.engine import InferenceEngine
 from starter.metrics import Summary
 from starter.model import Model
@@ -26,7 +27,7 @@ def static_batching(patch):
     patch(ContinuousBatchScheduler, "_closed", closed)
 
 
-@mistake(17, "M3ContinuousBatching.test_requests_are_batched", says="sequential service")
+@mistake(17, "M3ContinuousBatching.test_requests_are_batched", says="one of them alone")
 def sequential(patch):
     """Sequential: never more than one request in a step."""
     right = ContinuousBatchScheduler.__init__
@@ -53,17 +54,10 @@ def shortest_first_without_aging(patch):
     patch(ShortestRemainingWithAging, "rank", rank)
 
 
-@mistake(19, "M3ContinuousBatching.test_every_position_once", says="budget")
+@mistake(19, "M3ContinuousBatching.test_every_position_once", says="respect the budget")
 def budget_ignored(patch):
     """Budget ignored: a step schedules more tokens than it was given."""
-    right = ContinuousBatchScheduler.step
-
-    def step(self, budget_tokens):
-        decision = right(self, budget_tokens)
-        return replace(decision, budget_tokens=budget_tokens) if budget_tokens == 0 else replace(
-            right(self, 2 * budget_tokens), budget_tokens=budget_tokens)
-
-    patch(ContinuousBatchScheduler, "step", step)
+    patch(scheduler, "Plan", lambda step, budget, left: Plan(step, budget, 2 * left))
 
 
 @mistake(20, "M4PagedKV.test_tight_pools", says="when pages run out")
@@ -91,11 +85,12 @@ def failures_dropped(patch):
 
     def end_all(self, stream, reason, error=None):
         if reason != "error":
-            return right(self, stream, reason, error)
-        for sample in stream.samples:  # as if it had never been there
-            self.scheduler.finish(sample.id, reason)
-            del self._samples[sample.id]
-        del self._streams[stream.request.request_id]
+            right(self, stream, reason, error)
+        else:
+            for sample in stream.samples:  # as if it had never been there
+                self.scheduler.finish(sample.id, reason)
+                del self._samples[sample.id]
+            del self._streams[stream.request.request_id]
 
     patch(InferenceEngine, "_end_all", end_all)
 
