@@ -239,10 +239,13 @@ def plain_backend():
 
 
 class Meter:
-    """The standard-library backend, counting the tokens that enter the decoder and failing on ``poison`` on demand."""
+    """The standard-library backend, counting the tokens that enter the decoder and failing on ``poison`` on demand.
+
+    ``watch(batch)``, where set, sees whose pages every batch reads and writes, while the step still runs.
+    """
 
     def __init__(self, poison=None):
-        self.inner, self.poison, self.tokens = plain_backend(), poison, 0
+        self.inner, self.poison, self.tokens, self.watch = plain_backend(), poison, 0, None
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
@@ -252,3 +255,8 @@ class Meter:
             raise RuntimeError("a fault injected by the acceptance suite")
         self.tokens += len(tokens)
         return self.inner.embed(table, tokens)
+
+    def attend(self, q, k, v, layer, store, batch):
+        if layer == 0 and self.watch:
+            self.watch(batch)
+        return self.inner.attend(q, k, v, layer, store, batch)

@@ -1,7 +1,8 @@
 """An engine under observation: driven through its public names only, checked after every step.
 
-After every call: the budget holds; each position is computed once, and by the decoder; pages are conserved, and used by
-live requests alone. At the end: every request has its events, its tokens equal the oracle's, all pages are free.
+After every call: the budget holds; each position is computed once, and by the decoder, which touches no page of another
+request; pages are conserved, and used by live requests alone. At the end: every request has its events, its tokens
+equal the oracle's, all pages are free.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ class Run:
             case.addCleanup(self._keep_timeline)
         self.lives, self.decisions, self.sharing = {}, [], self.settings["prefix_sharing"]
         self.peak_pages = 0
+        self.strangers, self.accesses = [], []  # to pages of others, in words; of a step: (owner, position, rows)
+        if self.settings.get("use_cache", True):
+            self.meter.watch = self._watch
         self._oracle = None
 
     def _keep_timeline(self):
@@ -98,11 +102,12 @@ class Run:
     def step(self, budget=None):
         """One step of the engine, one second of the clock, and all checks."""
         self.clock.tick()
-        before = self.meter.tokens
+        before, self.accesses = self.meter.tokens, []
         decision = self.engine.step() if budget is None else self.engine.step(budget)
         self.decisions.append(decision)
         self._check_decision(decision, self.settings["budget_tokens"] if budget is None else budget,
                              self.meter.tokens - before)
+        self._check_accesses(decision)
         self.check_pages()
         return decision
 
@@ -155,6 +160,26 @@ class Run:
         if self.meter.poison is None and self.settings.get("use_cache", True):
             case.same(embedded, decision.scheduled_tokens, "the decoder must compute exactly the tokens that the step "
                       "planned: more is a hidden recomputation, fewer is work that was not done")
+
+    def _watch(self, batch):
+        """Inside a step: whose pages do the rows of each request write to, and do its owner's tables hold all that they
+        read?"""
+        kv, size = self.engine.kv, self.settings["page_size"]
+        for span in batch.spans:
+            pages, start = list(span.pages)[:-(-span.end // size)], span.end - span.count
+            users = [kv.page(page).users for page in pages]
+            owner = (users[-1] or ("nobody",))[0]
+            if any(owner not in some for some in users) or any(len(some) != 1 for some in users[start // size:]):
+                self.strangers.append(f"pages {pages}, read for one request and written to from position {start} on, "
+                                      f"have the users {users}")
+            self.accesses.append((owner, start, span.count))
+
+    def _check_accesses(self, decision):
+        hint = "a request reads its own pages, and writes to those that it shares with nobody (V1, V2)"
+        self.case.same(self.strangers, [], hint)
+        if self.meter.watch and self.meter.poison is None:
+            planned = [(chunk.request_id, chunk.start, chunk.count) for chunk in decision.chunks]
+            self.case.same(sorted(self.accesses), sorted(planned), f"(owner of the pages, position, rows): {hint}")
 
     def check_pages(self):
         """Conservation and ownership of pages, seen from outside."""

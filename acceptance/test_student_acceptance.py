@@ -1,5 +1,6 @@
 """The acceptance suite: is the engine complete? One class a milestone, one file a class, nothing but public names.
 
+    python3 -m acceptance                                                                    progress; see --help
     RUN_STUDENT_ACCEPTANCE=1 python3 -m unittest discover -s acceptance -v                   everything
     RUN_STUDENT_ACCEPTANCE=1 python3 -m unittest discover -s acceptance -v -k M2KVCache      one milestone
 

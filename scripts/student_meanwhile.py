@@ -41,6 +41,17 @@ class scheduler:
                 raise NotImplementedError(f"M4: preemption is still to be written ({refusal})") from None
 
 
+class kv_cache:
+    class KVCacheManager:
+        def _find_prefix(self, root, tokens):
+            # M4: for now nothing is found, since nothing is published.
+            return []
+
+        def _publish(self, table, tokens):
+            # M4: for now no page can be found.
+            return
+
+
 class executor:
     class Executor:
         def run(self, pieces):

@@ -2,6 +2,8 @@
 
     text  --normalize-->  --split into words-->  --bytes as letters: " a" = "Ġa"-->  --merge pairs-->  tokens
 
+Llama 2's kind, SentencePiece, which folders may hold, too, is written otherwise: " a" = "▁a", a byte "<0x0A>".
+
 The package encodes. Decoding is ours, a table of the bytes behind each token, so that ``TextStream`` can show whole
 characters as they come. Text never becomes a control token: writing "<|im_end|>" ends no turn; ``control_token`` gives
 the number of one to whoever builds a prompt (``chat.py``).
@@ -9,6 +11,8 @@ the number of one to whoever builds a prompt (``chat.py``).
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from itertools import count
@@ -24,6 +28,7 @@ NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
 _DIGIT_RUNS = {"llama-bpe": "{1,3}", "qwen2": ""}
 _SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
           r"\s+(?!\S)|\s+")
+_BYTE_LEVEL, _SENTENCEPIECE = ["ByteLevel"], ["Replace", "ByteFallback", "Fuse", "Strip"]  # tokenizer.json's decoders
 PRE_TOKENIZERS = ("gpt-2", "smollm", *_DIGIT_RUNS)  # tokenizer.ggml.pre
 
 
@@ -36,16 +41,17 @@ def _package() -> Any:
 
 
 class HfTokenizer(Tokenizer):
-    """A tokenizer of the package, of the kind that writes bytes as letters."""
+    """A tokenizer of the package."""
 
-    def __init__(self, package_tokenizer: Any, config: ModelConfig, wants_bos: bool,
-                 chat_template: str | None = None) -> None:
-        """``wants_bos``: a text may begin with the model's beginning of a sequence. SchemaError for more tokens than
-        the model has."""
+    def __init__(self, package_tokenizer: Any, config: ModelConfig, wants_bos: bool, chat_template: str | None = None,
+                 sentencepiece: bool = False) -> None:
+        """``wants_bos``: a text may begin with the model's beginning of a sequence. ``sentencepiece``: how its pieces
+        are written. SchemaError for more tokens than the model has."""
         self.vocab_size, self.eos_tokens = config.vocab_size, config.eos_tokens
         self.bos_token = config.bos_token if wants_bos else None
         self.chat_template = chat_template
         self._tokenizer = package_tokenizer
+        self._before_text = (None, config.bos_token) if sentencepiece else ()  # after these, a space is encode's own
         self._tokenizer.encode_special_tokens = True
         added = self._tokenizer.get_added_tokens_decoder()
         self._control = {token.content: number for number, token in added.items() if token.special}
@@ -54,7 +60,7 @@ class HfTokenizer(Tokenizer):
             if token >= self.vocab_size:
                 raise SchemaError(f"the tokenizer has a token {token}; the model has {self.vocab_size} tokens")
             if token not in added:
-                self._shown[token] = _bytes_of(text)
+                self._shown[token] = _sentencepiece_bytes(text) if sentencepiece else _bytes_of(text)
             elif not added[token].special:
                 self._shown[token] = text.encode()
         self._bos_name = next((name for name, token in self._control.items() if token == self.bos_token), "")
@@ -73,7 +79,7 @@ class HfTokenizer(Tokenizer):
 
     def _piece(self, previous: int | None, token: int) -> bytes:
         _check_token(token, self.vocab_size)
-        return self._shown[token]
+        return self._shown[token].removeprefix(b" ") if previous in self._before_text else self._shown[token]
 
 
 def _letters_of_bytes() -> dict[str, int]:
@@ -92,6 +98,12 @@ def _bytes_of(piece: str) -> bytes:
         return bytes([_BYTES[letter] for letter in piece])
     except KeyError:
         return piece.encode()
+
+
+def _sentencepiece_bytes(piece: str) -> bytes:
+    """The bytes of a SentencePiece token."""
+    byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)
+    return bytes.fromhex(byte[1]) if byte else piece.replace("▁", " ").encode()
 
 
 # ------------------------------------------------------------------------------------------------ GGUF files
@@ -169,10 +181,13 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig, chat_template: str 
         raise SchemaError(f"{path}: {error}") from None
     made.no_truncation()
     made.no_padding()
-    if (decoder := type(made.decoder).__name__) != "ByteLevel":
-        raise SchemaError(f"{path}: the decoder is {decoder!r}; only 'ByteLevel' is known")
+    decoder = json.loads(made.to_str())["decoder"] or {}
+    steps = [step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step]
+    if steps not in (_BYTE_LEVEL, _SENTENCEPIECE):
+        raise SchemaError(f"{path}: the decoder is {' and '.join(steps) or None}; {' and '.join(_BYTE_LEVEL)}, or "
+                          f"{' and '.join(_SENTENCEPIECE)}, are known")
     around = made.encode("").ids
     if around not in ([], [config.bos_token]):
         raise SchemaError(f"{path}: around every text it puts the tokens {around}; only the model's beginning of a "
                           f"sequence, {config.bos_token}, is known")
-    return HfTokenizer(made, config, bool(around), chat_template)
+    return HfTokenizer(made, config, bool(around), chat_template, steps == _SENTENCEPIECE)

@@ -53,7 +53,8 @@ def load_scenario_model(scenario: Scenario, backend: str | Backend, quantization
 def load_checkpoint_model(path: str | Path, backend: str | Backend, quantization: object = None,
                           progress: Progress = lambda text: None) -> Loaded:
     """The model and tokenizer of a llama2.c file with its tokenizer beside it, or of the folder that holds both; of a
-    GGUF file; or of a folder as Hugging Face has it. ``progress`` is told, now and then, what is being done."""
+    GGUF file, or of the folder that holds one; or of a folder as Hugging Face has it. ``progress`` is told, now and
+    then, what is being done."""
     made, config = load_backend(backend), quantization_config(quantization)  # what is wrong with them shows at once
     checkpoint = _read_checkpoint(Path(path), progress)
     progress(f"loading {checkpoint.name} into backend {made.name}")
@@ -65,12 +66,13 @@ def load_checkpoint_model(path: str | Path, backend: str | Backend, quantization
 def _read_checkpoint(path: Path, progress: Progress) -> Checkpoint:
     """By what the path is. The readers of the extra ``checkpoints`` are imported only where they are needed."""
     from .checkpoint import Checkpoint
-    if path.is_file() and _begins_with(path, b"GGUF"):
-        from .gguf_checkpoint import read_gguf_checkpoint
-        return read_gguf_checkpoint(path, progress)
     if (path / "config.json").is_file():
         from .hf_checkpoint import read_hf_checkpoint
         return read_hf_checkpoint(path, progress)
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    if len(files) == 1 and files[0].is_file() and _begins_with(files[0], b"GGUF"):
+        from .gguf_checkpoint import read_gguf_checkpoint
+        return read_gguf_checkpoint(files[0], progress)
     model_file, tokenizer_file = find_llama2c(path)
     config, weights = read_llama2c(model_file)
     return Checkpoint(model_file.name, config, weights, read_llama2c_tokenizer(tokenizer_file, config.vocab_size))

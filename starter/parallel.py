@@ -150,6 +150,15 @@ class ParallelStore:
                 page, offset = divmod(position, self.page_size)
                 self._written(process, piece.pages[page], offset, token)
 
+    def notes(self, pieces: Sequence[Piece]) -> dict[int, _Page]:
+        """What is noted now of the pages that these pieces write to."""
+        return {page: _Page(set(self._pages[page].where), list(self._pages[page].tokens))
+                for piece in pieces for page in piece.pages[piece.start // self.page_size:]}
+
+    def take_back(self, notes: dict[int, _Page]) -> None:
+        """The step failed: nobody may count on what it was about to write."""
+        self._pages.update(notes)
+
     def _written(self, process: int, page: int, offset: int, token: int | None) -> None:
         held = self._pages[page]
         held.where = {process}
@@ -233,13 +242,18 @@ class ParallelModel(Model):
         shares = [[i for i, home in enumerate(homes) if home == process] for process in range(len(self.crew))]
         for process, share in enumerate(shares):
             self.work[process].pages += store.bring([pieces[i] for i in share], process)
-        for process, share in enumerate(shares):
-            store.note([pieces[i] for i in share], process)
-            self.work[process].pieces += len(share)
-            self.work[process].tokens += sum(len(pieces[i].tokens) for i in share)
-        store.tell_settled(0)
-        alone = len(shares[0]) == len(pieces) and pieces == given
-        rows = super().forward(batch, store.local) if alone else self._compute(pieces, shares, store)
+        notes = store.notes(pieces)
+        try:
+            for process, share in enumerate(shares):
+                store.note([pieces[i] for i in share], process)
+                self.work[process].pieces += len(share)
+                self.work[process].tokens += sum(len(pieces[i].tokens) for i in share)
+            store.tell_settled(0)
+            alone = len(shares[0]) == len(pieces) and pieces == given
+            rows = super().forward(batch, store.local) if alone else self._compute(pieces, shares, store)
+        except BaseException:
+            store.take_back(notes)
+            raise
         for piece, whole in zip(given, pieces):
             for page in whole.pages[whole.start // store.page_size:piece.start // store.page_size]:
                 store.settle(page)  # full, and computed once more

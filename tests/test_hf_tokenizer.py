@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 import unittest
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,27 @@ class FromFolder(unittest.TestCase):
         made.post_processor = TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", END)])
         self.assertRaisesRegex(SchemaError, "around every text", self.read, made)
 
+    def test_sentencepiece(self) -> None:
+        """As Llama 2's folders have it."""
+        from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+        pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "▁ab", "世"]
+        made = Tokenizer(models.BPE({piece: token for token, piece in enumerate(pieces)}, [("▁", "a"), ("▁a", "b")],
+                                    unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                          decoders.Strip(" ", 1, 0)])
+        made.add_special_tokens([AddedToken(name, special=True) for name in pieces[:3]])
+        ours = self.read(made, replace(CONFIG, bos_token=1, eos_tokens=(2,)))
+        self.assertEqual([pieces[token] for token in ours.encode("ab a世\n")],
+                         ["▁ab", "▁a", "世", "<0x0A>"])
+        dice = random.Random(2)
+        for text in ["", " ", "  a", "ab\n", "é🎉", *("".join(dice.choices("ab 世é🎉\n", k=12)) for _ in range(50))]:
+            with self.subTest(text=text):
+                tokens = ours.encode(text)
+                self.assertEqual(tokens, made.encode(text, add_special_tokens=False).ids)
+                self.assertEqual((ours.decode(tokens), made.decode(tokens)), (text, text))
+                self.assertEqual(ours.decode([1, *tokens, 2]), made.decode([1, *tokens, 2]))
+
     def test_no_text_is_cut_or_filled_up(self) -> None:
         made = self.package_tokenizer()
         made.enable_truncation(2)
@@ -166,7 +188,11 @@ class FromFolder(unittest.TestCase):
         from tokenizers import decoders
         made = self.package_tokenizer()
         made.decoder = decoders.Metaspace()
-        self.assertRaisesRegex(SchemaError, "'Metaspace'", self.read, made)
+        self.assertRaisesRegex(SchemaError, "the decoder is Metaspace", self.read, made)
+        made.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+        self.assertRaisesRegex(SchemaError, "the decoder is ByteLevel and Fuse", self.read, made)
+        made.decoder = None
+        self.assertRaisesRegex(SchemaError, "the decoder is None", self.read, made)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder)
             self.assertRaisesRegex(SchemaError, "no tokenizer.json", read_folder_tokenizer, path, CONFIG)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 from starter import InferenceEngine, load_scenario
 from starter.errors import BackendError, EngineError, RequestError, SchemaError
 from starter.loading import load_checkpoint_model, load_scenario_model, quantization_config
+from starter.model import reference_generate
 from starter.safetensors import write_safetensors
-from starter.schema import QuantizationConfig, SafetensorsWeights, SeededWeights
+from starter.schema import CharacterVocabulary, QuantizationConfig, SafetensorsWeights, SeededWeights
+from starter.tokenizer import CharacterTokenizer
 from starter.weights import seeded_weights, weights_digest
+from tests.gguf_files import gguf_file
 from tests.paths import FIXTURE
+from tests.test_gguf_checkpoint import metadata, tensors
+from tests.test_hf_checkpoint import CONFIG, STORED, WEIGHTS
 
 
 class ScenarioModels(unittest.TestCase):
@@ -80,6 +87,26 @@ class ScenarioModels(unittest.TestCase):
 
 
 class Checkpoints(unittest.TestCase):
+    def test_the_reader_is_chosen_by_what_the_path_is(self) -> None:
+        tokenizer = CharacterTokenizer(CharacterVocabulary("abcde"))
+        with (tempfile.TemporaryDirectory() as name,
+              mock.patch("starter.gguf_checkpoint.read_gguf_tokenizer", return_value=tokenizer),
+              mock.patch("starter.hf_checkpoint.read_folder_tokenizer", return_value=tokenizer)):
+            folder = Path(name)
+            for file in ("m.gguf", "any.name"):
+                (folder / file).write_bytes(gguf_file(metadata(), tensors()))
+            for path, wanted in ((folder / "any.name", "any.name"), (folder, "m.gguf")):
+                self.assertEqual(load_checkpoint_model(path, "cpu").about["checkpoint"], wanted)
+            (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+            write_safetensors(folder / "model.safetensors", STORED)
+            said: list[str] = []
+            loaded = load_checkpoint_model(folder, "cpu", "int8", said.append)
+            self.assertEqual((loaded.about["checkpoint"], loaded.tokenizer), (folder.resolve().name, tokenizer))
+            self.assertEqual(loaded.about["weights_sha256"], weights_digest(WEIGHTS))
+            self.assertIn("into backend cpu", said[-1])
+            with InferenceEngine.from_checkpoint(str(folder), "reference") as engine:
+                self.assertEqual(engine.generate([[1, 3]], 6), [reference_generate(engine.model, [1, 3], 6)])
+
     def test_what_is_no_checkpoint_is_refused_in_one_sentence(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "model.bin").write_bytes(b"x" * 10)

@@ -160,6 +160,31 @@ class SameBits(EngineCase):
             ended += dead
         self.assertGreater(ended, 12)
 
+    def test_a_recomputation_that_fails_is_not_counted_on(self) -> None:
+        """A process has ended; computing again what it held fails once before it has begun."""
+        prompts = [[3 + i, *range(4, 12)] for i in range(4)]
+        for kv_quantization in (None, "int8"):
+            settings = {"page_size": 4, "num_pages": 60, "kv_quantization": kv_quantization}
+            with self.subTest(kv_quantization=kv_quantization), engine_on(LANES, **settings) as alone:
+                wanted = alone.generate(prompts, 12)
+                model, failures = crew(2, LANES), [OSError("once")]
+                forward = Model.forward
+
+                def failing_once(*arguments: Any) -> Any:
+                    if failures and not model.crew[1].alive:  # noqa: B023 - used before the next turn
+                        raise failures.pop()  # noqa: B023
+                    return forward(*arguments)  # noqa: B023
+
+                with losses(), engine_on(model, **settings) as engine, \
+                        mock.patch.object(Model, "forward", failing_once):
+                    ids = [engine.submit(prompt, 12) for prompt in prompts]
+                    for _ in range(4):
+                        engine.step()
+                    model.crew[1].close()
+                    engine.run()
+                    self.assertEqual([[event.token for event in engine.stream(i)] for i in ids], wanted)
+                self.assertEqual(failures, [])
+
     def test_a_step_that_is_interrupted(self) -> None:
         """A child's answer that nobody waited for is not taken for another."""
         for k in range(10):
