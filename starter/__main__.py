@@ -20,6 +20,7 @@ from pathlib import Path
 from .audit import Audit
 from .chrome_trace import write_chrome_trace
 from .console import EXIT_DIFFERS, EXIT_OK, Console, guarded, run_program
+from .errors import RequestError
 from .metrics import Metrics
 from .replay import Replay, load_recorded
 from .report import write_report
@@ -112,6 +113,7 @@ def metrics(options: argparse.Namespace, console: Console) -> int:
 
 def trace(options: argparse.Namespace, console: Console) -> int:
     """Write it for Perfetto."""
+    _check_output(options)
     events = _read(options)
     with Console(sys.stderr).working(f"writing {options.output} ..."):
         write_chrome_trace(events, options.output)
@@ -119,8 +121,14 @@ def trace(options: argparse.Namespace, console: Console) -> int:
     return EXIT_OK
 
 
+def _check_output(options: argparse.Namespace) -> None:
+    if Path(options.output).absolute() == Path(options.timeline).absolute():
+        raise RequestError(f"{options.output} is the timeline itself; write to another file with -o FILE")
+
+
 def report(options: argparse.Namespace, console: Console) -> int:
     """Write it as a page."""
+    _check_output(options)
     events = _read(options)
     with Console(sys.stderr).working(f"writing {options.output} ..."):
         write_report(events, options.output)

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import StringIO
+from pathlib import Path
 from shutil import get_terminal_size
 from typing import NoReturn, TextIO
 
-from .errors import EngineError
+from .errors import EngineError, SchemaError
 
 EXIT_OK, EXIT_DIFFERS, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -90,6 +91,19 @@ def guarded(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return EXIT_INTERRUPTED
+
+
+def check_writable(path: str | Path) -> None:
+    """SchemaError unless a file can be written there: better known before a run than after it. An existing file stays
+    as it is."""
+    try:
+        new = not Path(path).exists()
+        with open(path, "ab"):
+            pass
+        if new:
+            Path(path).unlink()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise SchemaError(f"cannot write {path!s}: {error}") from None
 
 
 def complain(problem: str) -> None:

@@ -25,7 +25,7 @@ if not __package__:  # run as a file: make the package importable, and its modul
 
 from starter.chat import chat_prompt
 from starter.chrome_trace import write_chrome_trace
-from starter.console import EXIT_DIFFERS, EXIT_OK, Console, complain, guarded, run_program
+from starter.console import EXIT_DIFFERS, EXIT_OK, Console, check_writable, complain, guarded, run_program
 from starter.engine import InferenceEngine
 from starter.errors import RequestError
 from starter.loading import load_checkpoint_model, quantization_config
@@ -50,7 +50,16 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse options that would be ignored."""
+    """Refuse options that would be ignored, and files that would be lost."""
+    outputs = [path for path in (options.timeline, options.trace, options.report) if path is not None]
+    places = [Path(path).absolute() for path in (options.fixture, options.checkpoint, *outputs) if path is not None]
+    for i, place in enumerate(places):
+        if place in places[:i]:
+            raise RequestError(f"{place.name} is given twice; what is written must not replace what is read or written")
+    if options.manifest_only and outputs:
+        raise RequestError("--manifest-only runs nothing, so there is no timeline, trace or report to write")
+    for path in outputs:
+        check_writable(path)
     if options.fixture is not None and (options.prompt or options.chat):
         raise RequestError("--prompt and --chat go with --checkpoint; a fixture brings its own requests")
     if options.prompt and options.chat:
@@ -80,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     prompts.add_argument("--n", type=int, default=1, help="samples of each prompt; they share its pages")
     prompts.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the text before this")
     engine = parser.add_argument_group("engine (the default is what the scenario says)")
-    engine.add_argument("--backend", default="cpu", help="cpu, numpy or auto")
+    engine.add_argument("--backend", default="cpu", help="cpu, reference, numpy or auto")
     engine.add_argument("--quantization", choices=("none", "int8", "int4", "int4-search"), help="of the weights")
     engine.add_argument("--kv-quantization", choices=("none", "int8"), help="of the KV pages")
     engine.add_argument("--page-size", type=int, metavar="TOKENS")
@@ -184,13 +193,13 @@ def _quantized(scenario: Scenario) -> tuple[object, object]:
 def _recorded(engine: InferenceEngine, options: argparse.Namespace) -> Iterator[None]:
     """While it is open, events go to the timeline file that was asked for; at the end, to the trace and the report."""
     events = list(engine.timeline.events)
-    if options.trace or options.report:
+    if options.trace is not None or options.report is not None:
         engine.timeline.listen(events.append)
-    with engine.timeline.written_to(options.timeline) if options.timeline else nullcontext():
+    with engine.timeline.written_to(options.timeline) if options.timeline is not None else nullcontext():
         yield
-    if options.trace:
+    if options.trace is not None:
         write_chrome_trace(events, options.trace)
-    if options.report:
+    if options.report is not None:
         write_report(events, options.report)
 
 

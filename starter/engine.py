@@ -120,7 +120,8 @@ class InferenceEngine:
     @classmethod
     def from_checkpoint(cls, path: str | Path, backend: str | Backend = "auto", *, quantization: object = None,
                         clock: Callable[[], float] | None = None, **overrides: object) -> InferenceEngine:
-        """An engine for a checkpoint on disk: a llama2.c model file with its tokenizer, or the folder of both."""
+        """An engine for a checkpoint on disk: a GGUF file, a Hugging Face folder, or a llama2.c model file with its
+        tokenizer beside it."""
         if not isinstance(path, (str, Path)):
             raise SchemaError(f"the path of a model file or of its folder is wanted, not {describe(path)}")
         settings = EngineSettings().override(overrides)
@@ -139,10 +140,12 @@ class InferenceEngine:
         return self.model.new_store(num_pages, self.settings.page_size, self.settings.kv_quantization)
 
     def _pages_within(self, budget: int) -> int:
-        """As many pages as fit in so many bytes, with a tail for each of them or for max_running, if that is less."""
+        """As many pages as fit in so many bytes, with a tail for each of them, or for as many as can be in filling:
+        one for each running request, and those that one step's budget fills, if that is less."""
         page = self._new_store(1)
+        tails = self.settings.max_running + self.settings.budget_tokens // self.settings.page_size
         num_pages = max(budget // (page.page_bytes + page.tail_bytes),
-                        (budget - self.settings.max_running * page.tail_bytes) // page.page_bytes)
+                        (budget - tails * page.tail_bytes) // page.page_bytes)
         if num_pages < 1:
             raise CapacityError(f"kv_budget_bytes {budget} is less than one page of {self.settings.page_size} tokens "
                                 f"({page.page_bytes + page.tail_bytes} bytes); give a larger budget")

@@ -13,7 +13,8 @@ few long multiplications for each page:
     token 1 | number 1 | number 0 |
 
 Fixed point: a number is stored as round(number / unit), 16 bits, with the unit from the bound that the weights set
-(``model.kv_bounds``: nothing can lie outside). Lanes have 32 bits:
+(``model.kv_bounds``: nothing can lie outside; the little that rounded weights may add to it is cut off). Lanes have 32
+bits:
 
 - scores: q is scaled to an integer vector of length (2**31 - 1) / |longest key|, a power of two times its true size,
   so no score overflows (Cauchy-Schwarz) and a score is a number of 2**-e;

@@ -280,8 +280,13 @@ def load_recorded(header: Event, folder: Path = Path(), checkpoint: str | Path |
     quantization = Nullable(QUANTIZATION_SHAPE).parse(header.get("quantization"), "/quantization")
     if "weights" in header and "tokenizer" in header:
         weights = WEIGHTS_SHAPE.parse(header["weights"], "/weights")
-        if checkpoint is not None and isinstance(weights, SafetensorsWeights):
-            folder, weights = Path(checkpoint).parent, SafetensorsWeights(Path(checkpoint).name, weights.sha256)
+        if isinstance(weights, SafetensorsWeights):
+            if checkpoint is not None:
+                place = Path(checkpoint) / Path(weights.path).name if Path(checkpoint).is_dir() else Path(checkpoint)
+                folder, weights = place.parent, SafetensorsWeights(place.name, weights.sha256)
+            elif not (folder / weights.path).is_file():
+                raise RequestError(f"the weights {weights.path} are not beside this timeline: say where they are with "
+                                   f"--checkpoint PATH")
         scenario = Scenario(
             SCENARIO_VERSION, header.get("scenario", ""), MODEL_SHAPE.parse(header["model"], "/model"), weights,
             TOKENIZER_SHAPE.parse(header["tokenizer"], "/tokenizer"), (), quantization=quantization, folder=folder)

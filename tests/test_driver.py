@@ -164,6 +164,16 @@ class ScenarioTest(Case):
                 result = run("--fixture", self.file, option, self.folder / "nowhere" / "file")
                 self.assertEqual((result.code, len(result.err.splitlines())), (2, 1))
 
+    def test_what_is_written_replaces_nothing_that_is_read_or_written(self) -> None:
+        before = self.file.read_bytes()
+        for options in (("--report", self.file), ("--trace", self.folder / "x", "--timeline", self.folder / "x")):
+            with self.subTest(options=options):
+                self.check_refused(run("--fixture", self.file, *options), "is given twice")
+        self.assertEqual(self.file.read_bytes(), before)
+        self.check_refused(run("--fixture", self.file, "--timeline", ""), "cannot write")
+        self.check_refused(run("--fixture", self.file, "--manifest-only", "--trace", self.folder / "x"), "runs nothing")
+        self.assertFalse((self.folder / "x").exists())
+
     def test_quantized_weights_need_not_give_the_golden_tokens_of_the_exact_ones(self) -> None:
         """Unless the scenario itself is quantized: then its golden tokens are of those weights."""
         result = run("--fixture", self.file, "--quantization", "int4")
@@ -291,7 +301,7 @@ class BadInputTest(Case):
                 self.check_refused(result, word)
                 self.assertEqual((result.out, run("--fixture", self.file, "--manifest-only", *options)), ("", result))
         self.check_refused(run("--fixture", self.file, "--backend", "gpu"), "'gpu'", "'cpu'")
-        self.check_refused(run("--fixture", self.file, "--timeline", self.folder), "cannot write the timeline")
+        self.check_refused(run("--fixture", self.file, "--timeline", self.folder), "cannot write")
 
     def test_options_that_would_be_ignored(self) -> None:
         for option in ("--prompt", "--chat"):

@@ -509,11 +509,12 @@ class EngineTest(EngineCase):
                 self.assertLess(abs(logprob - near), 0.05)
 
     def test_a_budget_in_bytes_pays_for_tails(self) -> None:
+        """One for each running request and one for each page that a step's prefill can fill."""
         page, tail = 8 * (2 * 4 + 8) + 4 * 4 * 4, 4 * 4 * 8  # keys and values of 4 tokens: 2 layers, 2 heads of 2
-        for budget, pages in ((page + tail, 1), (2 * (page + tail) - 1, 1), (3 * (page + tail), 3),
-                              (3 * (page + tail) + 5 * page, 8), (3 * (page + tail) + 5 * page - 1, 7)):
+        for budget, pages in ((page + tail, 1), (2 * (page + tail) - 1, 1), (5 * (page + tail), 5),
+                              (5 * (page + tail) + 5 * page, 10), (5 * (page + tail) + 5 * page - 1, 9)):
             with self.subTest(budget=budget):
-                engine = make_engine(page_size=4, max_running=3, kv_budget_bytes=budget, **INT8)
+                engine = make_engine(page_size=4, max_running=3, budget_tokens=8, kv_budget_bytes=budget, **INT8)
                 self.assertEqual(engine.kv.total_pages, pages)
         with self.assertRaisesRegex(CapacityError, f"less than one page of 4 tokens .{page + tail} bytes"):
             make_engine(page_size=4, kv_budget_bytes=page + tail - 1, **INT8)
