@@ -90,6 +90,15 @@ class ReleasedTest(unittest.TestCase):
                 original = dict(functions(tree(ROOT, module)))[function]
                 self.assertEqual(ast.get_docstring(node), ast.get_docstring(original))
 
+    def test_private_helpers_of_solutions_are_gone(self) -> None:
+        for module, helpers in {"scheduler": "_plan_admissions _plan_decodes _plan_prefills _preempt _held",
+                                "kv_cache": "_shared_among _copy_pages _find_prefix", "grids": "_search _scale",
+                                "quantization": "_pack_row _unpack_nibbles", "cpu_backend": "_attend_part"}.items():
+            self.assertLessEqual(set(helpers.split()), {name.rpartition(".")[2] for name, _ in functions(
+                tree(ROOT, module))})
+            text = (self.out / "starter" / f"{module}.py").read_text(encoding="utf-8")
+            self.assertEqual([name for name in helpers.split() if name in text], [], module)
+
     def test_what_is_outside_of_the_bodies_stays_letter_by_letter(self) -> None:
         untouched = self.modules - {name.partition(".")[0] for name in open_functions(self.table, 0)} - {"backend"}
         for module in untouched:

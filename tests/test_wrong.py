@@ -5,8 +5,11 @@ all. ``python3 -m acceptance wrong --check`` runs everything against everything,
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import tempfile
 import unittest
+from pathlib import Path
 from unittest import mock
 
 from tests.paths import ROOT
@@ -62,6 +65,40 @@ class WrongTest(unittest.TestCase):
         table = DOCUMENT.read_text(encoding="utf-8")
         for name, variant in {**MISTAKES, **DIFFERENT}.items():
             self.assertIn(f"`{name}` {variant.summary}", table, "python3 -m acceptance wrong --write")
+
+
+class CommandTest(unittest.TestCase):
+    """python3 -m acceptance"""
+
+    def run_command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "acceptance", *arguments], cwd=ROOT, capture_output=True,
+                              encoding="utf-8", check=False)
+
+    def test_progress_seed_and_timelines(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            done = self.run_command("test_counters", "test_fixture_is", "test_dirty_pages", "--seed", "4711",
+                                    "--timelines", folder)
+            [timeline] = Path(folder).iterdir()
+            self.assertIn('"event":"finish"', timeline.read_text(encoding="utf-8"))
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        first, *milestones, last = [line for line in done.stdout.splitlines() if line]
+        self.assertIn("--seed 4711", first)
+        self.assertEqual([" ".join(line.split()) for line in milestones],
+                         ["M1 schema and reference 0 of 0, and 1 of what is given done", "M2 KV cache 2 of 2 done"])
+        self.assertEqual(last, "all done")
+
+    def test_an_unknown_name(self) -> None:
+        done = self.run_command("test_no_such")
+        self.assertEqual((done.returncode, done.stdout), (2, ""))
+        self.assertIn("test_no_such", done.stderr)
+
+    def test_a_failure_says_all_there_is_to_say(self) -> None:
+        test = "M3ContinuousBatching.test_decode_gap"
+        outcome = dict(run_here([test], MISTAKES["prefill_starves_decode"]))[test]
+        rule, *lines = outcome.message.splitlines()
+        self.assertTrue(rule.startswith("V4: "))
+        self.assertEqual([line.split()[0] for line in lines], ["happened:", "hint:", "why:", "replay:"])
+        self.assertIn("python3 -m acceptance M3ContinuousBatching.test_decode_gap --seed 1 --timelines", lines[-1])
 
 
 if __name__ == "__main__":
