@@ -31,6 +31,7 @@ from dataclasses import fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from threading import Timer
+from traceback import extract_tb
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -74,7 +75,7 @@ def _explained(test):
                 raise
             error, what = interrupt, f"happened: a call did not return within {HANG_SECONDS} seconds"
         except (Exception, SystemExit) as other:  # whatever the engine raises, the suite goes on
-            error, what = other, f"happened: {type(other).__name__}: {other}"
+            error, what = other, f"happened: {type(other).__name__}: {other}\n  where:    {_place(other)}"
         if isinstance(error, NotImplementedError):
             what += "\n  hint:     this part is still to be written"
         elif missing := self._missing():
@@ -86,6 +87,12 @@ def _explained(test):
         raise AssertionError(message).with_traceback(error.__traceback__) from None
 
     return run
+
+
+def _place(error):
+    """Where an exception was raised."""
+    frame = extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
 
 
 def _short(value, other):

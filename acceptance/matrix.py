@@ -98,7 +98,9 @@ def _listed(failed, meant, most=10**6):
     if len(failed) > most:
         for milestone, mine in names.items():
             shown = [name for name in mine if name.startswith("*")]
-            names[milestone] = [*shown, f"{len(mine) - len(shown)} {'more' if shown else 'tests'}"]
+            rest = len(mine) - len(shown)
+            noun = "more" if shown else "test" if rest == 1 else "tests"
+            names[milestone] = [*shown, f"{rest} {noun}"] if rest else shown
     return "; ".join(f"{milestone} {', '.join(mine)}" for milestone, mine in names.items()) or "passes"
 
 
