@@ -3,12 +3,12 @@
     python3 scripts/fuzz.py --seeds 200 --operations 100             20,000 operations
     python3 scripts/fuzz.py --first 1234 --seeds 1 --operations 100  replays seed 1234
 
-A seed draws the settings (pages, budget, policy, batching, preemption, prefix sharing, host pages), faults (see
-``starter/faults.py``), and operations: submit good and bad requests, step, cancel, read events, and what an outside
-holder of pages may do. Every tenth seed runs the engine's own thread under several readers instead. After every
-operation the pages must be conserved; at the end every stream must hold what its request yields alone on a fresh
-engine (a prefix of it, if it was cancelled or hit), with one last event a sample, and every page must be free. Nobody
-ends with an error but those that a fault, a memory cut or an outside holder has hit.
+A seed draws the settings (pages of floats or of int8, budget, policy, batching, preemption, prefix sharing, host
+pages), faults (see ``starter/faults.py``), and operations: submit good and bad requests, step, cancel, read events, and
+what an outside holder of pages may do. Every tenth seed runs the engine's own thread under several readers instead.
+After every operation the pages must be conserved; at the end every stream must hold what its request yields alone on a
+fresh engine (a prefix of it, if it was cancelled or hit), with one last event a sample, every page must be free and
+nothing kept besides it. Nobody ends with an error but those that a fault, a memory cut or an outside holder has hit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from starter.console import Console
 from starter.engine import InferenceEngine
 from starter.errors import EngineError, RequestError
 from starter.faults import AbnormalRelease, BackendFault, Fault, MemoryCut, NanLogits, RefusedPages
-from starter.kv_cache import KVHandle
+from starter.kv_cache import KVCacheManager, KVHandle
 from starter.loading import Loaded
 from starter.model import Model
 from starter.policies import POLICIES
@@ -69,9 +69,14 @@ def make_engine(settings: EngineSettings) -> InferenceEngine:
 
 
 @lru_cache(maxsize=4096)
-def alone(request_id: str, ask: Ask) -> tuple[tuple[tuple[int | None, float | None], ...], ...]:
-    """What a request yields on a fresh engine with room for everything: (token, logprob) of each sample."""
-    with make_engine(EngineSettings(page_size=CONTEXT, num_pages=ask.sampling.n, budget_tokens=CONTEXT)) as engine:
+def alone(request_id: str, ask: Ask, int8_page_size: int | None = None
+          ) -> tuple[tuple[tuple[int | None, float | None], ...], ...]:
+    """What a request yields on a fresh engine with room for everything: (token, logprob) of each sample. Floats are
+    the same on pages of any size; the grids of int8 depend on the page."""
+    page_size = int8_page_size or CONTEXT
+    settings = EngineSettings(page_size=page_size, num_pages=ask.sampling.n * -(-CONTEXT // page_size),
+                              budget_tokens=CONTEXT, kv_quantization="int8" if int8_page_size else None)
+    with make_engine(settings) as engine:
         engine.submit(ask.prompt, ask.max_tokens, request_id=request_id, sampling=ask.sampling,
                       stop_tokens=ask.stop_tokens)
         return by_sample(list(engine.stream(request_id)), ask.sampling.n)
@@ -97,13 +102,14 @@ def random_ask(rng: random.Random) -> Ask:
 
 def random_settings(rng: random.Random) -> EngineSettings:
     """Settings under which every good request fits alone, often barely."""
-    page_size = rng.randint(1, 9)
+    page_size, use_cache = rng.randint(1, 9), rng.random() < 0.95
     return EngineSettings(
         page_size=page_size, num_pages=-(-LONGEST // page_size) + rng.choice([0, 1, 3, 20]),
         budget_tokens=rng.choice([1, 2, 3, 5, 8, 13, 32]), max_running=rng.randint(1, 6),
         batching=rng.choice(["continuous"] * 6 + ["static", "none"]), policy=rng.choice(list(POLICIES)),
         preemption=rng.choice(["recompute", "swap"]), host_pages=rng.choice([0, 4, 64]),
-        prefix_sharing=rng.random() < 0.6, use_cache=rng.random() < 0.95)
+        prefix_sharing=rng.random() < 0.6, use_cache=use_cache,
+        kv_quantization=rng.choice([None, "int8"]) if use_cache else None)
 
 
 def random_faults(rng: random.Random) -> list[Fault]:
@@ -187,10 +193,10 @@ class Fuzz:
         for _ in range(operations):
             self.rng.choice(moves)()
             self.engine.kv.check()
-        faults.end()
         while self.outside:
             self.let_go()
         self.engine.run()
+        faults.end()  # only now: a cut of memory may begin in the last steps
         self.reckon()
 
     def submit(self) -> None:
@@ -270,22 +276,30 @@ class Fuzz:
         for request_id, ask in self.asks.items():
             if not self.ended(request_id):
                 self.seen[request_id] += self.engine.poll(request_id)
-            check_stream(request_id, ask, self.seen[request_id], self.cancelled.get(request_id), self.excuses.excused)
-        kv = self.engine.kv
-        kv.check()
-        assert kv.free_pages == kv.total_pages, f"{kv.total_pages - kv.free_pages} pages are lost"
-        assert kv.free_host_pages == kv.total_host_pages, "host pages are lost"
+            check_stream(self.engine.settings, request_id, ask, self.seen[request_id], self.cancelled.get(request_id),
+                         self.excuses.excused)
+        check_nothing_is_held(self.engine.kv)
         assert not self.engine.active, f"still active: {self.engine.active}"
         metrics = self.engine.metrics()
         assert sum(metrics.finished.values()) == metrics.submitted == len(self.asks), "requests and endings differ"
         self.engine.close()
 
 
-def check_stream(request_id: str, ask: Ask, events: Sequence[TokenEvent], cancelled: int | None,
-                 excused: Collection[str] = ()) -> None:
+def check_nothing_is_held(kv: KVCacheManager) -> None:
+    """Every page is free, and nothing is kept besides one."""
+    kv.check()
+    assert kv.free_pages == kv.total_pages, f"{kv.total_pages - kv.free_pages} pages are lost"
+    assert kv.free_host_pages == kv.total_host_pages, "host pages are lost"
+    for store in (kv.store, kv.host_store):
+        tails = getattr(store, "tails", {})  # of int8 pages
+        assert not tails, f"the tails of pages {sorted(tails)} are still kept"
+
+
+def check_stream(settings: EngineSettings, request_id: str, ask: Ask, events: Sequence[TokenEvent],
+                 cancelled: int | None, excused: Collection[str] = ()) -> None:
     """One last event a sample, indices without gaps, and the tokens that the request yields alone; after a cancel, when
     so many events had been read, none. No error without an excuse."""
-    expected = alone(request_id, ask)
+    expected = alone(request_id, ask, settings.page_size if settings.kv_quantization else None)
     for number, got in enumerate(by_sample(events, ask.sampling.n)):
         mine = [event for event in events if event.sample == number]
         reasons = [event.finish_reason for event in mine]
@@ -323,7 +337,7 @@ def run_threads(seed: int) -> None:
                         events.append(event)
                         if stop_after is not None and len(events) == stop_after:
                             engine_cancel(engine, request_id)
-                    check_stream(request_id, ask, events, stop_after)
+                    check_stream(engine.settings, request_id, ask, events, stop_after)
             except BaseException as problem:  # told by the main thread
                 problems.append(problem)
 
@@ -334,8 +348,7 @@ def run_threads(seed: int) -> None:
             thread.join()
         if problems:
             raise problems[0]
-        engine.kv.check()
-        assert engine.kv.free_pages == engine.kv.total_pages, "pages are lost"
+        check_nothing_is_held(engine.kv)
 
 
 def engine_cancel(engine: InferenceEngine, request_id: str) -> None:

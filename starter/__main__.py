@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .audit import Audit
@@ -113,26 +113,22 @@ def metrics(options: argparse.Namespace, console: Console) -> int:
 
 def trace(options: argparse.Namespace, console: Console) -> int:
     """Write it for Perfetto."""
-    _check_output(options)
-    events = _read(options)
-    with Console(sys.stderr).working(f"writing {options.output} ..."):
-        write_chrome_trace(events, options.output)
-    console.line(f"{options.output}: open it in ui.perfetto.dev or chrome://tracing")
-    return EXIT_OK
-
-
-def _check_output(options: argparse.Namespace) -> None:
-    if Path(options.output).absolute() == Path(options.timeline).absolute():
-        raise RequestError(f"{options.output} is the timeline itself; write to another file with -o FILE")
+    return _write(options, console, write_chrome_trace, "ui.perfetto.dev or chrome://tracing")
 
 
 def report(options: argparse.Namespace, console: Console) -> int:
     """Write it as a page."""
-    _check_output(options)
+    return _write(options, console, write_report, "a browser")
+
+
+def _write(options: argparse.Namespace, console: Console, write: Callable[[list[Event], str], None],
+           viewer: str) -> int:
+    if Path(options.output).absolute() == Path(options.timeline).absolute():
+        raise RequestError(f"{options.output} is the timeline itself; write to another file with -o FILE")
     events = _read(options)
     with Console(sys.stderr).working(f"writing {options.output} ..."):
-        write_report(events, options.output)
-    console.line(f"{options.output}: open it in a browser")
+        write(events, options.output)
+    console.line(f"{options.output}: open it in {viewer}")
     return EXIT_OK
 
 

@@ -5,7 +5,7 @@
 
 What is proven, from the events and from nothing else (the page tables are built up in ``page_ledger.py``):
 
-    order  steps are completed one by one, and time never goes back
+    order  steps are completed one by one, each planned once, or again after it was abandoned; time never goes back
     V1     a request computes with its own tokens: a chunk goes on where the stored positions end, in pages of its own
            block table; shared pages hold the beginning that it has itself; what it writes to belongs to it alone; and
            a token comes only when all known tokens were computed
@@ -15,7 +15,8 @@ What is proven, from the events and from nothing else (the page tables are built
            completes what is known brings a token or an end
     V4     budgets and max_running hold; nobody who lives is forgotten; nobody waits longer than ``scheduler.py``
            promises; who decodes does so in every step whose budget covers the running ones. While pages are held from
-           outside no wait counts, and a fault starts the count again
+           outside no wait counts, and a fault or an abandoned step starts the count
+           again
 """
 
 from __future__ import annotations
@@ -162,6 +163,8 @@ class Audit:
         if not family:
             self._wrong("V3", f"{event['request']} is cancelled, but does not live")
         for life in family:
+            if life.cancelled:
+                self._wrong("V3", f"{life.request.request_id} is cancelled again before its end came")
             life.cancelled = True
 
     def _find(self, event: Event) -> Life | None:
@@ -188,6 +191,8 @@ class Audit:
 
     def _on_step(self, event: Event) -> None:
         self._expect_ends()
+        if self._plan:
+            self._wrong("order", f"step {event['step']} is planned twice, and was not abandoned in between")
         self._plan, self._checked = event, False
         self._plans += 1
         self.proven["steps"] += 1
@@ -203,6 +208,12 @@ class Audit:
             self._wrong("V4", f"{sum(counts)} tokens are scheduled, but {event['computed']} positions computed")
         if event["admitted"] and len(event["running"]) > self._max_running:
             self._wrong("V4", f"{len(event['running'])} run after an admission; at most {self._max_running} may")
+
+    def _on_abandon(self, event: Event) -> None:
+        if self._plan is None:
+            self._wrong("order", f"step {event['step']} is abandoned, but was not planned")
+        self._plan, self._unlisted = None, []  # whoever was to end now ends with the step that is planned again
+        self._on_fault(event)  # a turn that came to nothing may have to be waited for once more
 
     def _move(self, name: str, running: bool, verb: str) -> None:
         life = self._lives.get(name)

@@ -104,7 +104,6 @@ class _Writer:
     def _on_step(self, event: Event) -> None:
         reasons = event["reasons"]
         scheduled = sum(count for _, _, count, _ in event["chunks"])
-        self._close(ENGINE, self._steps)  # one that was interrupted
         self._open(self._steps, f"step {event['step']}", scheduled=scheduled, budget=event["budget"],
                    admitted=event["admitted"], preempted=event["preempted"])
         for request in event["preempted"]:
@@ -124,6 +123,9 @@ class _Writer:
         for track in self._tracks.values():
             if track.name.startswith(("prefill", "decode")):
                 self._close(REQUESTS, track)
+
+    def _on_abandon(self, event: Event) -> None:
+        self._end_step()
 
     def _on_pages(self, event: Event) -> None:
         self._count("pages", used=event["used_pages"], free=self._pages - event["used_pages"])

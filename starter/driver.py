@@ -36,6 +36,9 @@ from starter.show import StepPrinter, print_manifest, print_metrics, print_resul
 from starter.streams import sample_id
 from starter.timeline import VirtualClock
 
+PROMPT_OPTIONS: dict[str, Any] = {  # those that go with --checkpoint, and their defaults
+    "prompt": None, "chat": None, "max_tokens": 64, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "n": 1, "stop": []}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``p07`` and of this file; returns the exit code."""
@@ -51,6 +54,19 @@ def _run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse options that would be ignored, and files that would be lost."""
+    _check_outputs(options)
+    asked = [f"--{name.replace('_', '-')}" for name, default in PROMPT_OPTIONS.items()
+             if getattr(options, name) != default]
+    if options.fixture is not None and asked:
+        raise RequestError(f"{', '.join(asked)} cannot be used here: --prompt and --chat go with --checkpoint, and so do "
+                           f"their options; a fixture brings its own requests")
+    if options.prompt and options.chat:
+        raise RequestError("give --prompt, to go on from a text, or --chat, to have a message answered; not both")
+    if options.checkpoint is not None and options.manifest_only:
+        raise RequestError("--manifest-only goes with --fixture; a checkpoint has no manifest")
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
     outputs = [path for path in (options.timeline, options.trace, options.report) if path is not None]
     places = [Path(path).absolute() for path in (options.fixture, options.checkpoint, *outputs) if path is not None]
     for i, place in enumerate(places):
@@ -60,12 +76,6 @@ def _check(options: argparse.Namespace) -> None:
         raise RequestError("--manifest-only runs nothing, so there is no timeline, trace or report to write")
     for path in outputs:
         check_writable(path)
-    if options.fixture is not None and (options.prompt or options.chat):
-        raise RequestError("--prompt and --chat go with --checkpoint; a fixture brings its own requests")
-    if options.prompt and options.chat:
-        raise RequestError("give --prompt, to go on from a text, or --chat, to have a message answered; not both")
-    if options.checkpoint is not None and options.manifest_only:
-        raise RequestError("--manifest-only goes with --fixture; a checkpoint has no manifest")
 
 
 def entry() -> None:
@@ -82,12 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     prompts = parser.add_argument_group("with --checkpoint")
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="continue this; may be given several times")
     prompts.add_argument("--chat", action="append", metavar="TEXT", help="answer this; may be given several times")
-    prompts.add_argument("--max-tokens", type=int, default=64, metavar="N")
-    prompts.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
-    prompts.add_argument("--top-k", type=int, default=0, help="sample among the K likeliest; 0: among all")
-    prompts.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest that add up to P")
-    prompts.add_argument("--n", type=int, default=1, help="samples of each prompt; they share its pages")
-    prompts.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the text before this")
+    prompts.add_argument("--max-tokens", type=int, metavar="N")
+    prompts.add_argument("--temperature", type=float, help="0 (the default) is greedy")
+    prompts.add_argument("--top-k", type=int, help="sample among the K likeliest; 0: among all")
+    prompts.add_argument("--top-p", type=float, help="sample among the likeliest that add up to P")
+    prompts.add_argument("--n", type=int, help="samples of each prompt; they share its pages")
+    prompts.add_argument("--stop", action="append", metavar="TEXT", help="end the text before this")
     engine = parser.add_argument_group("engine (the default is what the scenario says)")
     engine.add_argument("--backend", default="cpu", help="cpu, reference, numpy or auto")
     engine.add_argument("--quantization", choices=("none", "int8", "int4", "int4-search"), help="of the weights")
@@ -112,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--trace", metavar="OUT.json", help="write a Chrome trace, for ui.perfetto.dev")
     output.add_argument("--report", metavar="OUT.html", help="write a page that replays the run, step by step")
     output.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.set_defaults(**PROMPT_OPTIONS)
     return parser
 
 

@@ -23,35 +23,32 @@ Promises, each a property in tests/test_engine*.py and scripts/fuzz.py:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from threading import Condition, RLock, Thread
-from typing import Union, get_args
+from typing import get_args
 
 from . import __version__
-from .backend import Backend, KVStore
+from .answers import Answers
+from .backend import Backend
 from .batch import Piece
 from .errors import (
     BackendError,
-    CapacityError,
-    DuplicateRequestError,
     EngineError,
     QueueFullError,
     RequestError,
     SchemaError,
-    UnknownRequestError,
 )
-from .executor import Executor, Row
+from .executor import Executor
 from .faults import Fault, FaultInjector
-from .kv_cache import KVCacheManager
 from .loading import AS_IN_SCENARIO, Loaded, load_checkpoint_model, load_scenario_model
 from .metrics import Metrics
+from .page_budget import make_cache
 from .parallel import ParallelModel
 from .recorder import Recorder
+from .request_table import RequestTable
 from .requests import SEED_SHAPE
-from .sampling import Choice, Draws, sample
 from .scheduler import ContinuousBatchScheduler, ScheduledChunk, ScheduleDecision
 from .schema import (
     ENGINE_SHAPE,
@@ -64,11 +61,8 @@ from .schema import (
     TokenEvent,
 )
 from .shapes import Nullable, describe
-from .stop_strings import StopStrings
-from .streams import RequestStatus, RequestStream, Sample, sample_id
+from .streams import RequestStatus, RequestStream
 from .timeline import Timeline
-
-Outcome = Union[list[Choice], Exception]  # of a sequence in a step: its token (after a prompt, one for each sample)
 
 
 class InferenceEngine:
@@ -84,16 +78,16 @@ class InferenceEngine:
         self._recorder = Recorder(time.monotonic if clock is None else clock)
         self._stepping = RLock()  # held by whoever runs a step; never taken by a thread that holds _news
         self._news = Condition(RLock())  # held while state is read or changed; notified when there are new events
-        self._streams: dict[str, RequestStream] = {}  # by request: live, or with unread events
-        self._samples: dict[str, Sample] = {}  # by sequence: live
-        self._submitted = 0
+        self._requests = RequestTable(self.model.config, self.tokenizer, self.settings.seed)
         self._closed = False
         self._thread: Thread | None = None
         self._failure: BaseException | None = None  # what stopped the engine's own thread
-        self.kv = self._make_cache()
+        self.kv = make_cache(self.model, self.settings, self._on_pages)
         self.scheduler = ContinuousBatchScheduler(
             self.settings.max_running, self.settings.policy, self.kv if self.settings.use_cache else None,
-            self.settings.batching, self.settings.preemption, lambda sequence_id: self._samples[sequence_id].tokens)
+            self.settings.batching, self.settings.preemption,
+            lambda sequence_id: self._requests.samples[sequence_id].tokens)
+        self._answers = Answers(self._requests, self.scheduler, self._recorder, self.model.config.eos_tokens)
         self._executor = Executor(self.model, self.kv.store if self.settings.use_cache else None, self.kv.page_size)
         self._recorder.header(engine=__version__, backend=self.model.backend.name,
                               settings=ENGINE_SHAPE.dump(self.settings), model=MODEL_SHAPE.dump(self.model.config),
@@ -126,30 +120,6 @@ class InferenceEngine:
             raise SchemaError(f"the path of a model file or of its folder is wanted, not {describe(path)}")
         settings = EngineSettings().override(overrides)
         return cls(load_checkpoint_model(path, backend, quantization), settings, clock)
-
-    def _make_cache(self) -> KVCacheManager:
-        settings, config = self.settings, self.model.config
-        num_pages = settings.num_pages if settings.kv_budget_bytes is None else self._pages_within(
-            settings.kv_budget_bytes)
-        host_pages = settings.host_pages if settings.preemption == "swap" else 0
-        return KVCacheManager(
-            num_pages, settings.page_size, config.layers * config.kv_width, settings.prefix_sharing,
-            self._new_store(num_pages), host_pages, self._new_store(host_pages), observer=self._on_pages)
-
-    def _new_store(self, num_pages: int) -> KVStore:
-        return self.model.new_store(num_pages, self.settings.page_size, self.settings.kv_quantization)
-
-    def _pages_within(self, budget: int) -> int:
-        """As many pages as fit in so many bytes, with a tail for each of them, or for as many as can be in filling:
-        one for each running request, and those that one step's budget fills, if that is less."""
-        page = self._new_store(1)
-        tails = self.settings.max_running + self.settings.budget_tokens // self.settings.page_size
-        num_pages = max(budget // (page.page_bytes + page.tail_bytes),
-                        (budget - tails * page.tail_bytes) // page.page_bytes)
-        if num_pages < 1:
-            raise CapacityError(f"kv_budget_bytes {budget} is less than one page of {self.settings.page_size} tokens "
-                                f"({page.page_bytes + page.tail_bytes} bytes); give a larger budget")
-        return num_pages
 
     def __enter__(self) -> InferenceEngine:
         return self
@@ -207,7 +177,7 @@ class InferenceEngine:
     def close(self) -> None:
         """Cancel what is live, give all pages back, and end the engine's own thread and processes. Idempotent."""
         with self._news:
-            for stream in list(self._streams.values()):
+            for stream in list(self._requests.streams.values()):
                 if stream.finish_reason is None:
                     self.cancel(stream.request.request_id)
             if self._executor.faults:
@@ -229,62 +199,35 @@ class InferenceEngine:
         DuplicateRequestError or QueueFullError leave the engine as it was. O(prompt)."""
         with self._news:
             self._require_open()
-            request_id = self._fresh_id() if request_id is None else request_id
+            request_id = self._requests.fresh_id() if request_id is None else request_id
             try:
                 request = Request(request_id, prompt_tokens, max_tokens, self._recorder.clock(), priority,
                                   SamplingParams() if sampling is None else sampling, stop_tokens, cache_salt)
-                self._check(request)
-                stream = self._make_stream(request)
+                self._requests.check(request)
+                self._require_room()
+                stream = self._requests.make_stream(request)
                 self.scheduler.submit(request)
             except RequestError as error:
                 self._recorder.event("refuse", request=str(request_id), error=str(error))
                 raise
-            self._submitted += 1
-            self._streams[request_id] = stream
-            self._samples.update({sample_.id: sample_ for sample_ in stream.samples})
+            self._requests.add(stream)
             self._recorder.submitted(request)
             if max_tokens == 0:
-                self._end_all(stream, "length")
+                self._answers.end_all(stream, "length")
             self._news.notify_all()
             return request_id
 
-    def _check(self, request: Request) -> None:
-        """What only the engine knows: the model's limits, ids in use, the length of the queue."""
-        request.check_against(self.model.config)
-        taken = self._streams.get(request.request_id)
-        if taken and taken.finish_reason not in (None, "cancelled"):
-            raise DuplicateRequestError(f"the stream of the finished request {request.request_id!r} was not read to "
-                                        f"its end; read it, or choose another id")
-        for number in range(request.sampling.n):
-            if (sequence_id := sample_id(request.request_id, number)) in self._samples:
-                raise DuplicateRequestError(f"request {sequence_id!r} is live; choose another id or cancel it first")
+    def _require_room(self) -> None:
         if self.scheduler.waiting_count >= self.settings.max_waiting:
             raise QueueFullError(f"{self.scheduler.waiting_count} requests wait, and max_waiting is "
                                  f"{self.settings.max_waiting}; try again when some have been served")
-
-    def _make_stream(self, request: Request) -> RequestStream:
-        stream = RequestStream(request)
-        for number in range(request.sampling.n):
-            decoder = self.tokenizer.stream()
-            for token in request.prompt_tokens:  # the text goes on from the prompt's, which its reader knows
-                decoder.push(token)
-            draws = Draws(request.sampling, request.request_id, number, self.settings.seed)
-            stream.samples.append(Sample(stream, number, draws, decoder, StopStrings(request.sampling.stop),
-                                         list(request.prompt_tokens), started=number == 0))
-        return stream
-
-    def _fresh_id(self) -> str:
-        number = self._submitted
-        while f"request-{number}" in self._streams:
-            number += 1
-        return f"request-{number}"
 
     def stream(self, request_id: str) -> Iterator[TokenEvent]:
         """The request's events, each once, from where the last reader stopped; runs engine steps while there is no
         news. UnknownRequestError for an id never seen, or whose last event was read."""
         with self._news:
             self._require_open()
-            return self._read(self._find(request_id))
+            return self._read(self._requests.find(request_id))
 
     def _read(self, stream: RequestStream) -> Iterator[TokenEvent]:
         while (event := self._next_event(stream)) is not None:
@@ -297,7 +240,7 @@ class InferenceEngine:
                 if self._thread:
                     self._news.wait_for(lambda: stream.events or stream.drained or self._failure)
                 if stream.events:
-                    return self._take(stream)
+                    return self._requests.take(stream)
                 if stream.drained:
                     return None
                 if self._failure:
@@ -324,19 +267,19 @@ class InferenceEngine:
     def poll(self, request_id: str) -> list[TokenEvent]:
         """The request's unread events, without running a step."""
         with self._news:
-            stream = self._find(request_id)
-            return [self._take(stream) for _ in range(len(stream.events))]
+            stream = self._requests.find(request_id)
+            return [self._requests.take(stream) for _ in range(len(stream.events))]
 
     def cancel(self, request_id: str) -> None:
         """End a request now: its pages are free, and its unread tokens are withheld. Of n samples, those that had
         finished by themselves are still delivered whole. Does nothing to a finished request. UnknownRequestError for
         an unknown id."""
         with self._news:
-            stream = self._find(request_id)
+            stream = self._requests.find(request_id)
             if stream.finish_reason is None:
                 stream.withhold()
                 self._recorder.event("cancel", request=request_id)
-                self._end_all(stream, "cancelled")
+                self._answers.end_all(stream, "cancelled")
                 self._news.notify_all()
 
     def run(self) -> int:
@@ -360,7 +303,7 @@ class InferenceEngine:
         except BaseException:
             with self._news:
                 for request_id in request_ids:
-                    if request_id in self._streams:
+                    if request_id in self._requests.streams:
                         self.cancel(request_id)
                         self.poll(request_id)
             raise
@@ -380,7 +323,7 @@ class InferenceEngine:
     def active(self) -> tuple[str, ...]:
         """Ids of live requests: running first, then waiting."""
         with self._news:
-            live = [self._samples[sequence_id].stream for sequence_id in self.scheduler.live]
+            live = [self._requests.samples[sequence_id].stream for sequence_id in self.scheduler.live]
             return tuple(dict.fromkeys(stream.request.request_id for stream in live))
 
     @property
@@ -396,7 +339,7 @@ class InferenceEngine:
     def status(self, request_id: str) -> RequestStatus:
         """Where a live or unread request stands."""
         with self._news:
-            stream = self._find(request_id)
+            stream = self._requests.find(request_id)
             running = any(self.scheduler.is_running(sample.id) for sample in stream.samples)
             state = "finished" if stream.finish_reason else "running" if running else "waiting"
             generated = sum(sample.generated for sample in stream.samples)
@@ -414,15 +357,18 @@ class InferenceEngine:
         with self._stepping:
             with self._news, self._undone_if_interrupted():
                 decision, pieces = self._plan(self.settings.budget_tokens if budget_tokens is None else budget_tokens)
-                planned = {sequence_id: self._samples[sequence_id] for sequence_id in pieces}
+                planned = {sequence_id: self._requests.samples[sequence_id] for sequence_id in pieces}
             with self._undone_if_interrupted():
                 rows = self._executor.run(pieces)
             with self._news:
-                due = {planned[sequence_id]: row for sequence_id, row in rows.items()
-                       if self._samples.get(sequence_id) is planned[sequence_id]}  # else it was cancelled meanwhile
+                live = self._requests.samples
+                gone = [sequence_id for sequence_id in pieces  # cancelled while the decoder computed
+                        if live.get(sequence_id) is not planned[sequence_id]]
+                self.kv.settle_unused(page for sequence_id in gone for page in pieces[sequence_id].pages)
+                due = {planned[sequence_id]: row for sequence_id, row in rows.items() if sequence_id not in gone}
                 with self._undone_if_interrupted():
-                    outcomes = {sample_: self._choose(sample_, row) for sample_, row in due.items()}
-                self._settle(outcomes)
+                    outcomes = {sample_: self._answers.choose(sample_, row) for sample_, row in due.items()}
+                self._answers.settle(outcomes)
                 self._news.notify_all()
                 self._recorder.raise_trouble()
             return decision
@@ -444,7 +390,7 @@ class InferenceEngine:
             decision = self.scheduler.step(budget_tokens)
             pieces = self._pieces(decision.chunks)
             self._recorder.planned(decision, self._positions(pieces.values()), self.kv)
-        self._end_failures()
+        self._answers.end_failures()
         return decision, pieces
 
     def _pieces(self, chunks: Sequence[ScheduledChunk]) -> dict[str, Piece]:
@@ -458,7 +404,7 @@ class InferenceEngine:
         return pieces
 
     def _piece(self, chunk: ScheduledChunk) -> Piece:
-        tokens = self._samples[chunk.request_id].tokens
+        tokens = self._requests.samples[chunk.request_id].tokens
         end = chunk.start + chunk.count
         if not self.settings.use_cache:  # all of them, and only when the next token is due
             return Piece(list(tokens), 0, (), wants_logits=end == len(tokens))
@@ -469,102 +415,11 @@ class InferenceEngine:
         """How many positions a planned step sends through the decoder."""
         return sum(len(piece.tokens) for piece in pieces if self.settings.use_cache or piece.wants_logits)
 
-    def _settle(self, outcomes: Mapping[Sample, Outcome]) -> None:
-        """The step's tokens are chosen: end what has failed, start further samples, tell everybody."""
-        self._recorder.step_completed()
-        for sample_, outcome in outcomes.items():
-            if isinstance(outcome, Exception):
-                self._end_all(sample_.stream, "error", f"{type(outcome).__name__}: {outcome}")
-        self.scheduler.complete_step()
-        self._end_failures()
-        for sample_, outcome in outcomes.items():
-            if not isinstance(outcome, Exception) and sample_.finish_reason is None:
-                self._emit_all(sample_, outcome)
-
-    def _choose(self, sample_: Sample, row: Row) -> Outcome:
-        """Sample the next token; after the prompt of a request with n samples, one for each."""
-        if isinstance(row, Exception):
-            return row
-        samples = [each for each in sample_.stream.samples if each is sample_ or not each.started]
-        request = sample_.stream.request
-        try:
-            return [sample(row, request.sampling, each.draws, request.prompt_tokens,
-                           each.tokens[len(request.prompt_tokens):], self._end_tokens(request)) for each in samples]
-        except Exception as error:  # whatever is wrong with this row concerns this request alone
-            return error
-
-    def _end_tokens(self, request: Request) -> tuple[int, ...]:
-        eos = () if request.sampling.ignore_eos else self.model.config.eos_tokens
-        return (*eos, *request.stop_tokens)
-
-    def _emit_all(self, first: Sample, choices: list[Choice]) -> None:
-        """A sample's next token; after the prompt, the other samples start from the same pages with theirs."""
-        started = [sample_ for sample_ in first.stream.samples if sample_ is first or not sample_.started]
-        for sample_ in started[1:] if len(choices) > 1 else ():
-            sample_.started = True
-            self._recorder.event("fork", request=sample_.id, parent=first.id)
-            if first.stream.request.max_tokens > 1:  # else it has all its tokens with this one
-                self.scheduler.fork(first.id, replace(first.stream.request, request_id=sample_.id))
-        for sample_, choice in zip(started, choices):
-            self._emit(sample_, choice)
-
-    def _emit(self, sample_: Sample, choice: Choice) -> None:
-        """A new token goes into its stream; the sample ends here if it is its last."""
-        ends = choice.token in self._end_tokens(sample_.stream.request)
-        event = sample_.add(choice, ends, self.steps - 1, self._recorder.clock())
-        if event.finish_reason and self.scheduler.is_running(sample_.id):  # at max_tokens it has ended by itself
-            self.scheduler.finish(sample_.id, event.finish_reason)
-        self._recorder.event("token", request=sample_.id, index=event.index, token=event.token, text=event.text)
-        if event.finish_reason:
-            self._forget(sample_)
-
-    def _end_all(self, stream: RequestStream, reason: str, error: str | None = None) -> None:
-        """End all unfinished samples of a request without a token."""
-        for sample_ in stream.samples:
-            if self.scheduler.is_live(sample_.id):
-                self.scheduler.finish(sample_.id, reason)
-            if sample_.finish_reason is None:
-                self._end(sample_, reason, error)
-
-    def _end(self, sample_: Sample, reason: str, error: str | None) -> None:
-        sample_.end(reason, error, self.steps, self._recorder.clock())
-        self._forget(sample_, **({"error": error} if error else {}))
-
-    def _forget(self, sample_: Sample, **fields: object) -> None:
-        """A finished sample is no longer a sequence; only its events remain, until they are read."""
-        del self._samples[sample_.id]
-        if sample_.started:
-            self._recorder.event("finish", request=sample_.id, reason=sample_.finish_reason, tokens=sample_.generated,
-                                 **fields)
-
-    def _end_failures(self) -> None:
-        """Sequences whose pages could not be provided end, and with a first one those it has not started yet."""
-        for sequence_id, reason in self.scheduler.take_failures().items():
-            failed = self._samples[sequence_id]
-            for sample_ in failed.stream.samples:
-                if sample_ is failed or not sample_.started:
-                    self._end(sample_, "error", reason)
-
     # ------------------------------------------------------------------------------------------- events
 
     def _on_pages(self, change: str, request_id: str, pages: tuple[int, ...]) -> None:
         """The page manager's observer."""
         self._recorder.page_change(change, request_id, pages, self.kv.total_pages - self.kv.free_pages)
-
-    # ------------------------------------------------------------------------------------------- inside
-
-    def _take(self, stream: RequestStream) -> TokenEvent:
-        event = stream.events.popleft()
-        if stream.drained and self._streams.get(event.request_id) is stream:  # a newer request may have the id
-            del self._streams[event.request_id]
-        return event
-
-    def _find(self, request_id: str) -> RequestStream:
-        stream = self._streams.get(request_id) if isinstance(request_id, str) else None
-        if stream is None:
-            raise UnknownRequestError(f"no request {request_id!r}: it was never submitted, or its stream was read to "
-                                      f"the end")
-        return stream
 
     def _require_open(self) -> None:
         if self._closed:

@@ -27,13 +27,15 @@ Promises, each a property in tests/test_kv_cache.py:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
+from .cache_stats import CacheStats, PageInfo
 from .errors import EngineError, PoolTooSmallError, RequestError, StaleHandleError
 from .pages import Node, PagePool
+from .plain_store import PlainStore
 
 if TYPE_CHECKING:
     from .backend import KVStore
@@ -49,42 +51,6 @@ class KVHandle:
     serial: int = field(repr=False)  # not the same in two runs, which errors should be
 
 
-@dataclass(frozen=True)
-class PageInfo:
-    """What can be observed of a page: how many tables list it, whose they are, and "free", "used" or "cached"."""
-
-    refcount: int
-    users: tuple[str, ...]
-    state: str
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """Counters since the manager was made, and the state of the pool now.
-
-    allocations, releases   handles given out (forks included) and taken back
-    hits, misses            tokens found already computed (shared prefixes and forks), and tokens that were computed
-    copies, evictions       pages copied on write; cached pages whose content was given up for another use
-    peak_pages, peak_bytes  the most pages in use at once, a shared page counted once
-    internal_fragmentation  slots now reserved in used pages and holding no token, a shared page counted once
-    swaps_out, swaps_in     tables moved to host pages and back
-    peak_tail_bytes         the most held besides the pages, for those that were being filled (int8 pages)
-    """
-
-    allocations: int
-    releases: int
-    hits: int
-    misses: int
-    copies: int
-    evictions: int
-    peak_pages: int
-    peak_bytes: int
-    internal_fragmentation: int
-    swaps_out: int = 0
-    swaps_in: int = 0
-    peak_tail_bytes: int = 0
-
-
 @dataclass
 class _Table:
     request_id: str
@@ -93,32 +59,6 @@ class _Table:
     length: int = 0  # tokens whose slots are filled
     nodes: list[Node] = field(default_factory=list)  # content of the leading full pages, as far as it is known
     host_pages: list[int] | None = None  # where the tokens are while swapped out
-
-
-class PlainStore:
-    """The simplest store: a dictionary from slot to the (key, value) last written there."""
-
-    def __init__(self, page_size: int, width: int) -> None:
-        self.page_size, self.width = page_size, width
-        self.page_bytes = 2 * 8 * page_size * width  # doubles
-        self.tail_bytes = self.peak_tails = 0
-        self._slots: dict[int, tuple[list[float], list[float]]] = {}
-
-    def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
-        self._slots[page * self.page_size + offset] = ([*map(float, key)], [*map(float, value)])
-
-    def read(self, page: int, offset: int) -> tuple[list[float], list[float]]:
-        key, value = self._slots[page * self.page_size + offset]
-        return list(key), list(value)
-
-    def copy_page(self, source: int, target: int, origin: KVStore | None = None) -> None:
-        slots = origin._slots if isinstance(origin, PlainStore) else self._slots
-        for offset in range(self.page_size):
-            if source * self.page_size + offset in slots:
-                self.write(target, offset, *slots[source * self.page_size + offset])
-
-    def settle(self, page: int) -> None:
-        """Nothing is kept besides the page."""
 
 
 class KVCacheManager:
@@ -437,6 +377,13 @@ class KVCacheManager:
         pool.drop(page)
         if not pool.refcounts[page]:
             (store or self.store).settle(page)
+
+    def settle_unused(self, pages: Iterable[int]) -> None:
+        """A step has computed in these pages: what a store kept for its rows goes, where nobody uses the page (any
+        more: a request may be cancelled by another thread while it is computed)."""
+        for page in pages:
+            if not self._pool.refcounts[page]:
+                self.store.settle(page)
 
     def _open(self, table: _Table) -> KVHandle:
         handle = KVHandle(table.request_id, next(_serials))

@@ -10,6 +10,7 @@ recompute it: ``Metrics.of(read_timeline("run.jsonl")) == engine.metrics()``.
     active requests          requests with a chunk in a step
     KV pages and bytes       pages in use, a shared page counted once; bytes = pages * bytes of a page
     internal fragmentation   slots of used pages that hold no token, at the end of planning a step
+    steps                    those completed: what an abandoned one was to compute is not in any of the above
     prefix cache             queries: prompt tokens that were looked up, at a first admission; hits: those found
 
 ``to_prometheus`` writes what vLLM's servers export, under vLLM's names (``prometheus.py``).
@@ -174,6 +175,7 @@ class MetricsCollector:
     model_name: str = ""
     lives: dict[str, _Life] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    planned: Counter[str] = field(default_factory=Counter)  # what the last step adds to them, unless it is abandoned
     samples: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in BOUNDS if name != "itl"})
     buckets: dict[str, list[int]] = field(
         default_factory=lambda: {name: [0] * (len(bounds) + 1) for name, bounds in BOUNDS.items()})
@@ -213,8 +215,6 @@ class MetricsCollector:
         self.counts["refused"] += 1
 
     def _on_step(self, event: Event) -> None:
-        self.counts["steps"] += 1
-        self.counts["computed"] += event["computed"]
         self.counts["found"] += sum(event["found"].values())
         self.counts["preemptions"] += len(event["preempted"])
         self.active.append(len(event["chunks"]))
@@ -226,12 +226,18 @@ class MetricsCollector:
             life.running = life.admitted = True
         for request in event["preempted"]:
             self.lives[request].running = False
+        self.planned = Counter(steps=1, computed=event["computed"])
         if event["chunks"]:
-            self.counts["scheduled"] += sum(count for _, _, count, _ in event["chunks"])
-            self.counts["offered"] += event["budget"]
-            self.counts["empty_slots"] += event["empty_slots"]
-            self.counts["busy_steps"] += 1
+            self.planned.update(scheduled=sum(count for _, _, count, _ in event["chunks"]), offered=event["budget"],
+                                empty_slots=event["empty_slots"], busy_steps=1)
             self.peak_empty = max(self.peak_empty, event["empty_slots"])
+        self.counts.update(self.planned)
+
+    def _on_abandon(self, event: Event) -> None:
+        if self.planned:
+            self.counts.subtract(self.planned)
+            self.planned = Counter()
+            self.active.pop()
 
     def _on_pages(self, event: Event) -> None:
         self.counts["used_pages"] = event["used_pages"]

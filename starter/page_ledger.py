@@ -159,6 +159,8 @@ class PageLedger:
         wrong = [f"{table.owner} publishes page {page}, which is not full of its tokens" for page in pages
                  if page not in table.pages or len(self._content(page).tokens) < self.page_size
                  or not self._fits(table, table.pages.index(page))]
+        wrong += [f"{table.owner} publishes page {page}, which can be found already" for page in pages
+                  if page in self._published]
         self._published.update(pages)
         return wrong
 

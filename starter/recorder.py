@@ -25,6 +25,7 @@ class Recorder:
         self.timeline = Timeline()
         self._collector = MetricsCollector()
         self._held_back: list[tuple[str, Event]] | None = None  # while a step is being planned
+        self._under_way = False  # a step was planned, and is not yet completed
         self.timeline.listen(self._collector.observe)
 
     def metrics(self) -> Metrics:
@@ -75,9 +76,17 @@ class Recorder:
             "waiting": list(decision.waiting), "running": list(decision.running), "reasons": dict(decision.reasons),
             "found": dict(decision.found), "used_pages": kv.total_pages - kv.free_pages,
             "empty_slots": kv.internal_fragmentation()})
+        self._under_way = True
+
+    def abandoned(self) -> None:
+        """The step was interrupted. Not told of one whose plan was not told either."""
+        if self._under_way:
+            self._under_way = False
+            self._append("abandon", {})
 
     def step_completed(self) -> None:
         """The step's numbers are there: time moves on before its tokens are told."""
+        self._under_way = False
         self.steps += 1
         if isinstance(self.clock, VirtualClock):
             self.clock.tick()

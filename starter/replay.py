@@ -8,9 +8,10 @@
 
 On a virtual clock the times must be equal, too; on a real clock all but the times. What came from other threads while
 a step was computed is done again while it is computed; a step that was interrupted is interrupted again. A refusal
-changed nothing and is taken as told. Two things cannot be told from a timeline, and may end in a difference: what
-somebody outside does to the pages of a running request other than forking them or through a fault; and pages that
-outsiders asked for in vain, where a RefusedPages fault counts the asks.
+changed nothing and is taken as told. Four things cannot be told from a timeline, and may end in a difference: what
+somebody outside does to the pages of a running request other than forking them or through a fault; pages that
+outsiders asked for in vain, where a RefusedPages fault counts the asks; how far a step had come when it was
+interrupted, where a fault counts the decoder's calls; and a plan that was interrupted before it was told.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ class Replay:
             if self._compared == before:
                 break
         event = self._next()
-        if self._difference or event is None or (event["event"] == "step" and event["step"] == self._engine.steps):
+        if self._difference or (event is not None and event["event"] in ("abandon", "step")):
             raise _Interrupted
 
 

@@ -176,6 +176,10 @@ class _Builder:
         for request, phase in phases.items():
             self._extend(self.requests[request], phase, number)
 
+    def _on_abandon(self, event: Event) -> None:
+        if self.frames:
+            self.frames[-1]["chunks"] = []  # nothing of it was computed
+
     def _on_pages(self, event: Event) -> None:
         if event["change"] not in TABLE_CHANGES:
             return

@@ -17,6 +17,8 @@ engine's clock, seconds). What begins with ``>`` comes from outside, and a repla
       step     the schedule: budget, computed (positions that go through the decoder), chunks [[request, start, count,
                phase]], admitted (the first time or, after a preemption, resumed), preempted, waiting, running, reasons
                {request: sentence}, found {request: prompt tokens in shared pages}, used_pages, empty_slots
+      abandon  the step just planned was interrupted: what it was to compute does not count, what planning it changed
+               stays, and the next step has its number
       pages    change, request (whose block table it is), pages, used_pages (in some table, after this change):
                    allocate   fresh pages at the end of the table
                    share      pages that hold the beginning already, for a new table: of a sample, or found
@@ -264,6 +266,7 @@ _KEYS: Mapping[str, Mapping[str, _Rule]] = {  # what a reader may rely on, by ki
     "step": {"budget": _COUNT, "computed": _COUNT, "chunks": _chunks, "admitted": _IDS, "preempted": _IDS,
              "waiting": _IDS, "running": _IDS, "reasons": _sentences, "found": MapOf(Integer(0, 2**53)).parse,
              "used_pages": _COUNT, "empty_slots": _COUNT},
+    "abandon": {},
     "pages": {"change": Choice(CHANGES).parse, "request": _text, "pages": _COUNTS, "used_pages": _COUNT},
     "fork": {"request": _ID, "parent": _ID},
     "token": {"request": _ID, "index": _COUNT, "token": _COUNT, "text": _text},

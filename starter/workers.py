@@ -42,6 +42,10 @@ class Shelves:
 
     alive = True  # as a ``Worker`` may not be
 
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.stores: dict[Key, KVStore] = {}
+
     def __str__(self) -> str:
         return "this process"
 
@@ -50,10 +54,6 @@ class Shelves:
 
     def close(self) -> None:
         """Nothing is to be ended."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self.stores: dict[Key, KVStore] = {}
 
     def ask(self, name: str, *arguments: Any) -> Callable[[], Any]:
         """As ``Worker.ask``, but the answer is there at once."""

@@ -176,9 +176,9 @@ class EngineCase(unittest.TestCase):
         engine.kv.check()
         self.assertEqual((engine.kv.free_pages, engine.active), (engine.kv.total_pages, ()))
         self.assertEqual(engine.kv.free_host_pages, engine.kv.total_host_pages)
-        self.assertFalse(engine._streams or engine._samples)  # the tables of requests are empty too: K001, K003
+        self.assertFalse(engine._requests.streams or engine._requests.samples)  # nothing is remembered: K001, K003
 
     def picture(self, engine: InferenceEngine) -> object:
         """All that can be observed, the count of refusals aside."""
-        streams = {name: engine.status(name) for name in engine._streams}
+        streams = {name: engine.status(name) for name in engine._requests.streams}
         return engine.active, engine.steps, engine.kv.stats(), streams, replace(engine.metrics(), refused=0)

@@ -10,7 +10,7 @@ from unittest import mock
 from starter.backend import Backend, KVStore, load_backend
 from starter.cpu_backend import CpuBackend, CpuKVStore
 from starter.errors import BackendError
-from starter.kv_cache import PlainStore
+from starter.plain_store import PlainStore
 from tests.extras import needs
 
 

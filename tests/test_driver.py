@@ -306,6 +306,9 @@ class BadInputTest(Case):
     def test_options_that_would_be_ignored(self) -> None:
         for option in ("--prompt", "--chat"):
             self.check_refused(run("--fixture", self.file, option, "x"), "--prompt and --chat go with --checkpoint")
+        for option, value in (("--max-tokens", 5), ("--temperature", 1), ("--top-k", 3), ("--top-p", 0.5), ("--n", 2),
+                              ("--stop", "x")):
+            self.check_refused(run("--fixture", self.file, option, value), f"{option} cannot be used here")
         self.check_refused(run("--checkpoint", self.folder, "--manifest-only"), "--manifest-only goes with --fixture")
 
     def test_what_argparse_refuses(self) -> None:

@@ -12,9 +12,10 @@ from unittest.mock import patch
 
 from scripts import fuzz
 from starter import scheduler
+from starter.answers import Answers
 from starter.batch import Piece
-from starter.engine import InferenceEngine
 from starter.executor import Executor, Row
+from starter.int8_pages import Int8KVStore
 from starter.kv_cache import KVCacheManager
 from starter.pages import PagePool, PrefixIndex
 from starter.sampling import Draws
@@ -58,7 +59,7 @@ class FuzzTest(unittest.TestCase):
             self.assert_noticed()
 
     def test_a_stream_that_never_ends(self) -> None:
-        with patch.object(InferenceEngine, "_end_failures", lambda engine: None), \
+        with patch.object(Answers, "end_failures", lambda answers: None), \
                 patch.object(fuzz, "MANY_STEPS", 1_000):
             self.assert_noticed()
 
@@ -86,6 +87,23 @@ class FuzzTest(unittest.TestCase):
 
         with patch.object(Executor, "run", run):
             self.assert_noticed()
+
+    def test_tails_of_int8_pages_that_nobody_uses(self) -> None:
+        with patch.object(Int8KVStore, "settle", lambda store, page: None):
+            self.assert_noticed()
+
+    def test_grids_of_int8_pages_that_are_not_copied(self) -> None:
+        def copy_page(store: Int8KVStore, source: int, target: int, origin: Int8KVStore | None = None) -> None:
+            copied(store, source, target, origin)
+            store.tails.pop(target, None)
+
+        copied = Int8KVStore.copy_page
+        with patch.object(Int8KVStore, "copy_page", copy_page):
+            self.assert_noticed()
+
+    def test_a_cut_of_memory_that_begins_after_the_last_operation(self) -> None:
+        """It ends with the run, and loses no page."""
+        fuzz.Fuzz(5001).run(60)
 
     def test_a_request_that_gives_up_at_its_first_refusal(self) -> None:
         with patch.object(scheduler, "REFUSAL_LIMIT", 1):

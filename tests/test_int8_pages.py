@@ -464,14 +464,14 @@ class EngineTest(EngineCase):
         for size, call in product((2, 3), range(6)):
             with self.subTest(size=size, call=call):
                 engine = make_engine(**{**TIGHT, "page_size": size}, **INT8)
-                choose, calls = engine._choose, iter(range(100))
+                choose, calls = engine._answers.choose, iter(range(100))
 
                 def interrupted(*arguments: object, choose=choose, calls=calls, call=call) -> object:
                     if next(calls) == call:
                         raise KeyboardInterrupt
                     return choose(*arguments)
 
-                engine._choose = interrupted  # type: ignore[method-assign, assignment]
+                engine._answers.choose = interrupted  # type: ignore[method-assign, assignment]
                 self.submit(engine, FIVE)
                 self.assertRaises(KeyboardInterrupt, engine.run)
                 self.check_int8(engine, FIVE)
@@ -507,6 +507,17 @@ class EngineTest(EngineCase):
                 if token != other:
                     break
                 self.assertLess(abs(logprob - near), 0.05)
+
+    def test_a_cancel_in_mid_computation_leaves_no_tail(self) -> None:
+        """The pages are given back while the decoder still writes to them: what it leaves there goes, too."""
+        def cancel(moment: str, tokens: Sequence[int]) -> None:
+            if moment == "middle" and engine.active:  # once: then there is none
+                engine.cancel("a")
+
+        engine = make_engine(FaultyBackend(cancel), page_size=4, num_pages=8, **INT8)
+        engine.submit([3, 1, 4, 1, 5, 9, 2, 6, 5], 5, request_id="a")
+        engine.step()
+        self.assertEqual((engine.kv.free_pages, engine.kv.store.tails), (8, {}))  # type: ignore[attr-defined]
 
     def test_a_budget_in_bytes_pays_for_tails(self) -> None:
         """One for each running request and one for each page that a step's prefill can fill."""

@@ -9,7 +9,8 @@ from math import inf, nan
 
 from starter.cpu_backend import CpuKVStore
 from starter.errors import CapacityError, EngineError, OutOfPagesError, RequestError, StaleHandleError
-from starter.kv_cache import KVCacheManager, KVHandle, PlainStore
+from starter.kv_cache import KVCacheManager, KVHandle
+from starter.plain_store import PlainStore
 
 Token = tuple[list[float], list[float]]
 

@@ -265,7 +265,7 @@ class RunTest(unittest.TestCase):
                     self.assertEqual(self.check(engine).submitted, accepted)
                 engine.run()
                 metrics = self.check(engine)
-                for name in list(engine._streams):
+                for name in list(engine._requests.streams):
                     read += engine.poll(name)
                 self.assertEqual(sum(metrics.finished.values()), accepted)
                 self.assertEqual((metrics.running, metrics.waiting, metrics.kv_pages), (0, 0, 0))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from starter import cpu_backend
+from starter.answers import Answers
 from starter.batch import Batch, Piece
 from starter.cpu_backend import CpuBackend
 from starter.engine import InferenceEngine
@@ -25,13 +26,13 @@ def golden_tokens_hard_coded(patch):
     """Golden tokens hard-coded: wrong under a fresh seed or fresh weights."""
     scenario = load_scenario(FIXTURE)
     answers = {request.prompt_tokens: scenario.golden.tokens[request.request_id] for request in scenario.requests}
-    right = InferenceEngine._choose
+    right = Answers.choose
 
     def choose(self, sample, row):
         answer = answers.get(sample.stream.request.prompt_tokens, ())[sample.generated:]
         return [Choice(answer[0], -1.0)] if answer else right(self, sample, row)
 
-    patch(InferenceEngine, "_choose", choose)
+    patch(Answers, "choose", choose)
 
 
 @mistake(2, "M2KVCache.test_work_grows_linearly", says="hidden recomputation")
@@ -40,7 +41,7 @@ def hidden_recompute(patch):
     right = InferenceEngine._piece
 
     def piece(self, chunk):
-        mine, tokens = right(self, chunk), self._samples[chunk.request_id].tokens
+        mine, tokens = right(self, chunk), self._requests.samples[chunk.request_id].tokens
         return Piece(tokens[:chunk.start + chunk.count], 0, mine.pages, mine.wants_logits)
 
     patch(InferenceEngine, "_piece", piece)
@@ -49,12 +50,12 @@ def hidden_recompute(patch):
 @mistake(3, "M1Reference.test_same_prompt_on_two_models", says="different weights")
 def output_memoised_by_prompt(patch):
     """Output memoised by prompt: weights change, output does not."""
-    right, memory = InferenceEngine._choose, {}
+    right, memory = Answers.choose, {}
 
     def choose(self, sample, row):
         return memory.setdefault(tuple(sample.tokens), right(self, sample, row))
 
-    patch(InferenceEngine, "_choose", choose)
+    patch(Answers, "choose", choose)
 
 
 @mistake(4, "M1Reference.test_greedy_generation", "M2KVCache.test_cache_changes_no_token",

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from threading import current_thread, main_thread
 from unittest import mock
 
+from starter import page_budget
 from starter.batch import Batch
 from starter.engine import InferenceEngine
 from starter.executor import Executor
@@ -157,8 +158,8 @@ def positions_end_at_40(patch):
 @mistake(None, "M6EndToEnd.test_memory_budget_in_bytes", says="5.5 pages")
 def memory_budget_rounded_up(patch):
     """The budget in bytes buys one page more than fits."""
-    right = InferenceEngine._pages_within
-    patch(InferenceEngine, "_pages_within", lambda self, budget: right(self, budget) + 1)
+    right = page_budget.pages_within
+    patch(page_budget, "pages_within", lambda *arguments: right(*arguments) + 1)
 
 
 @mistake(None, "M6EndToEnd.test_close_with_live_requests", says="close returns every page")
@@ -173,7 +174,7 @@ def unread_tokens_dropped(patch):
     right = InferenceEngine._step_for
 
     def step_for(self, stream):
-        for other in self._streams.values():
+        for other in self._requests.streams.values():
             if other is not stream and other.finish_reason is None:
                 other.events.clear()
         right(self, stream)

@@ -145,7 +145,7 @@ def random_numbers_start_again(patch):
     def plan(self, budget_tokens):
         decision, pieces = right(self, budget_tokens)
         for request_id in decision.preempted:
-            sample = self._samples[request_id]
+            sample = self._requests.samples[request_id]
             sample.draws = Draws(sample.stream.request.sampling, request_id, sample.number, self.settings.seed)
         return decision, pieces
 

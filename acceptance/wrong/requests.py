@@ -9,6 +9,7 @@ from starter import reference, requests
 from starter.engine import InferenceEngine
 from starter.errors import SchemaError, UnknownRequestError
 from starter.lane_backend import LaneBackend
+from starter.request_table import RequestTable
 from starter.scheduler import ContinuousBatchScheduler
 from starter.schema import load_scenario
 from starter.streams import Sample
@@ -90,7 +91,7 @@ def true_taken_for_1(patch):
 @mistake(None, "M1Reference.test_duplicate_ids", says="DuplicateRequestError")
 def second_request_replaces_the_first(patch):
     """An id that is taken is given to the new request."""
-    patch(InferenceEngine, "_check", lambda self, request: request.check_against(self.model.config))
+    patch(RequestTable, "check", lambda self, request: request.check_against(self._config))
     patch(ContinuousBatchScheduler, "require_free", lambda self, request_id: None)
 
 

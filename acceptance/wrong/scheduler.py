@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from starter import scheduler
+from starter.answers import Answers
 from starter.decisions import Plan
 from starter.engine import InferenceEngine
 from starter.metrics import Summary
@@ -81,18 +82,18 @@ def prefill_starves_decode(patch):
 @mistake(22, "M6EndToEnd.test_a_fault_ends_one_request", says="whose computation fails")
 def failures_dropped(patch):
     """Drops failures: submitted does not equal terminal events."""
-    right = InferenceEngine._end_all
+    right = Answers.end_all
 
     def end_all(self, stream, reason, error=None):
         if reason != "error":
             right(self, stream, reason, error)
         else:
             for sample in stream.samples:  # as if it had never been there
-                self.scheduler.finish(sample.id, reason)
-                del self._samples[sample.id]
-            del self._streams[stream.request.request_id]
+                self._scheduler.finish(sample.id, reason)
+                del self._requests.samples[sample.id]
+            del self._requests.streams[stream.request.request_id]
 
-    patch(InferenceEngine, "_end_all", end_all)
+    patch(Answers, "end_all", end_all)
 
 
 @mistake(23, "M4PagedKV.test_what_never_fits_is_refused", says="4 pages hold 16")

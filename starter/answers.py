@@ -1,0 +1,109 @@
+"""M3 · What a step's computation means for its requests: tokens for their streams, ends, and failures.
+
+    row of logits --choose--> a token (after a prompt, one for each sample) --settle--> stream, scheduler, timeline
+    an exception  ----------------------------------------------------------settle--> a last event with the reason
+
+Choosing changes nothing but a sample's random numbers, and those count only when their token is accepted; so a step
+that is interrupted before ``settle`` can be planned and chosen again. The engine holds its lock around every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Union
+
+from .executor import Row
+from .recorder import Recorder
+from .request_table import RequestTable
+from .requests import Request
+from .sampling import Choice, sample
+from .scheduler import ContinuousBatchScheduler
+from .streams import RequestStream, Sample
+
+Outcome = Union[list[Choice], Exception]  # of a sequence in a step: its token (after a prompt, one for each sample)
+
+
+class Answers:
+    """Passes on what was computed, and ends what has ended."""
+
+    def __init__(self, requests: RequestTable, scheduler: ContinuousBatchScheduler, recorder: Recorder,
+                 eos_tokens: Sequence[int]) -> None:
+        self._requests, self._scheduler, self._recorder = requests, scheduler, recorder
+        self._eos_tokens = tuple(eos_tokens)
+
+    def settle(self, outcomes: Mapping[Sample, Outcome]) -> None:
+        """The step's tokens are chosen: end what has failed, start further samples, tell everybody."""
+        self._recorder.step_completed()
+        for sample_, outcome in outcomes.items():
+            if isinstance(outcome, Exception):
+                self.end_all(sample_.stream, "error", f"{type(outcome).__name__}: {outcome}")
+        self._scheduler.complete_step()
+        self.end_failures()
+        for sample_, outcome in outcomes.items():
+            if not isinstance(outcome, Exception) and sample_.finish_reason is None:
+                self._emit_all(sample_, outcome)
+
+    def choose(self, sample_: Sample, row: Row) -> Outcome:
+        """Sample the next token; after the prompt of a request with n samples, one for each."""
+        if isinstance(row, Exception):
+            return row
+        samples = [each for each in sample_.stream.samples if each is sample_ or not each.started]
+        request = sample_.stream.request
+        try:
+            return [sample(row, request.sampling, each.draws, request.prompt_tokens,
+                           each.tokens[len(request.prompt_tokens):], self._end_tokens(request)) for each in samples]
+        except Exception as error:  # whatever is wrong with this row concerns this request alone
+            return error
+
+    def _end_tokens(self, request: Request) -> tuple[int, ...]:
+        eos = () if request.sampling.ignore_eos else self._eos_tokens
+        return (*eos, *request.stop_tokens)
+
+    def _emit_all(self, first: Sample, choices: list[Choice]) -> None:
+        """A sample's next token; after the prompt, the other samples start from the same pages with theirs."""
+        started = [sample_ for sample_ in first.stream.samples if sample_ is first or not sample_.started]
+        for sample_ in started[1:] if len(choices) > 1 else ():
+            sample_.started = True
+            self._recorder.event("fork", request=sample_.id, parent=first.id)
+            if first.stream.request.max_tokens > 1:  # else it has all its tokens with this one
+                self._scheduler.fork(first.id, replace(first.stream.request, request_id=sample_.id))
+        for sample_, choice in zip(started, choices):
+            self._emit(sample_, choice)
+
+    def _emit(self, sample_: Sample, choice: Choice) -> None:
+        """A new token goes into its stream; the sample ends here if it is its last."""
+        ends = choice.token in self._end_tokens(sample_.stream.request)
+        event = sample_.add(choice, ends, self._recorder.steps - 1, self._recorder.clock())
+        if event.finish_reason and self._scheduler.is_running(sample_.id):  # at max_tokens it has ended by itself
+            self._scheduler.finish(sample_.id, event.finish_reason)
+        self._recorder.event("token", request=sample_.id, index=event.index, token=event.token, text=event.text)
+        if event.finish_reason:
+            self._forget(sample_)
+
+    def end_all(self, stream: RequestStream, reason: str, error: str | None = None) -> None:
+        """End all unfinished samples of a request without a token."""
+        for sample_ in stream.samples:
+            if self._scheduler.is_live(sample_.id):
+                self._scheduler.finish(sample_.id, reason)
+            if sample_.finish_reason is None:
+                self._end(sample_, reason, error)
+
+    def _end(self, sample_: Sample, reason: str, error: str | None) -> None:
+        sample_.end(reason, error, self._recorder.steps, self._recorder.clock())
+        self._forget(sample_, **({"error": error} if error else {}))
+
+    def _forget(self, sample_: Sample, **fields: object) -> None:
+        """A finished sample is no longer a sequence; only its events remain, until they are read."""
+        del self._requests.samples[sample_.id]
+        if sample_.started:
+            self._recorder.event("finish", request=sample_.id, reason=sample_.finish_reason, tokens=sample_.generated,
+                                 **fields)
+
+    def end_failures(self) -> None:
+        """Sequences whose pages could not be provided end, and with a first one those it has not started yet."""
+        for sequence_id, reason in self._scheduler.take_failures().items():
+            failed = self._requests.samples[sequence_id]
+            for sample_ in failed.stream.samples:
+                if sample_ is failed or not sample_.started:
+                    self._end(sample_, "error", reason)
