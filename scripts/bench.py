@@ -34,14 +34,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.peers import Llama2Py, Transformers, ungrouped
 from starter.backend import load_backend
-from starter.console import Console
+from starter.console import Console, check_writable, guarded, run_program
 from starter.engine import InferenceEngine
 from starter.lanes import LaneMatrix
 from starter.llama2c import UNSAID, write_llama2c
 from starter.loading import Loaded
 from starter.model import Model
 from starter.quantization import quantize
-from starter.schema import CharacterVocabulary, EngineSettings, ModelConfig, QuantizationConfig
+from starter.schema import CharacterVocabulary, EngineSettings, ModelConfig, QuantizationConfig, SamplingParams
 from starter.tokenizer import CharacterTokenizer
 from starter.weights import seeded_weights
 
@@ -66,8 +66,8 @@ class Ours:
         self.batch, self.tokens = batch, tokens
         characters = CharacterVocabulary("".join(map(chr, range(0x4E00, 0x4E00 + config.vocab_size))))
         model = Model(config, weights, load_backend(backend), quantization)
-        settings = EngineSettings().override({"page_size": PAGE_SIZE, "num_pages": batch * 8, "max_running": batch,
-                                              "budget_tokens": 256, **({"workers": workers} if workers > 1 else {})})
+        settings = EngineSettings(page_size=PAGE_SIZE, num_pages=batch * 8, max_running=batch, budget_tokens=256,
+                                  workers=workers)
         self.engine = InferenceEngine(Loaded(model, CharacterTokenizer(characters), {}), settings)
         self.forward_seconds = self.step_seconds = 0.0
         self._meter()
@@ -86,7 +86,6 @@ class Ours:
 
     def __call__(self) -> float:
         """Tokens per second of all requests together, over steps that only decode."""
-        from starter.schema import SamplingParams
         dice = random.Random(1)
         vocabulary = self.engine.model.config.vocab_size
         ids = [self.engine.submit([dice.randrange(vocabulary) for _ in range(PROMPT)], self.tokens + 2,
@@ -210,7 +209,7 @@ def stdlib(shapes: Sequence[str], rounds: int) -> dict[str, Any]:
         ours = {"float, batch 1": single, "int8, batch 1": Ours(config, weights, INT8, 1, tokens),
                 "float, batch 8": Ours(config, weights, None, 8, tokens // 4),
                 "int8, batch 8": Ours(config, weights, INT8, 8, tokens // 4)}
-        if has_workers():
+        if cores() > 1:
             ours["int8, batch 8, two processes"] = Ours(config, weights, INT8, 8, tokens // 4, workers=2)
         if shape == "260K":
             ours["reference, batch 1"] = Ours(config, weights, None, 1, 8, "reference")
@@ -231,11 +230,6 @@ def stdlib(shapes: Sequence[str], rounds: int) -> dict[str, Any]:
         for one in ours.values():
             one.engine.close()
     return report
-
-
-def has_workers() -> bool:
-    """Whether this engine, and a second core for it, are there."""
-    return "workers" in EngineSettings.__dataclass_fields__ and cores() > 1
 
 
 def cores() -> int:
@@ -274,11 +268,15 @@ def show(report: dict[str, Any]) -> None:
         print(f"{'':32} tokens/s   (middle half)      x llama2-py   x transformers   engine's own time")
         for name, values in results.items():
             low, middle, high = quartiles(values)
-            batch = "batch 8" if "batch 8" in name else "batch 1"
             own = found["overhead"].get(name)
             print(f"{name:32} {middle:8.1f}   ({low:8.1f} to {high:8.1f}) {ratio(values, results.get('llama2-py')):>9} "
-                  f"{ratio(values, results.get(f'transformers, {batch}')):>14} "
+                  f"{ratio(values, results.get(like_ours(name))):>14} "
                   f"{'' if own is None else f'{own:14.1%}'}".rstrip())
+
+
+def like_ours(name: str) -> str:
+    """The transformers of the same batch."""
+    return f"transformers, {'batch 8' if 'batch 8' in name else 'batch 1'}"
 
 
 def ratio(values: Sequence[float], peer: Sequence[float] | None) -> str:
@@ -295,12 +293,19 @@ def main() -> int:
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {options.rounds}")
-    report = stdlib(options.shape or tuple(SHAPES), options.rounds)
+    return guarded(lambda: run(options.shape or tuple(SHAPES), options.rounds, options.json))
+
+
+def run(shapes: Sequence[str], rounds: int, json_file: str | None) -> int:
+    """Measure, show, write."""
+    if json_file:
+        check_writable(json_file)
+    report = stdlib(shapes, rounds)
     show(report)
-    if options.json:
-        Path(options.json).write_text(json.dumps(report, indent=1), encoding="utf-8")
+    if json_file:
+        Path(json_file).write_text(json.dumps(report, indent=1), encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

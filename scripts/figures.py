@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench import quartiles, ratio
+from scripts.bench import like_ours, quartiles, ratio
 from starter.errors import SchemaError
 from starter.metrics import Metrics, Summary
 from starter.report import build_model
@@ -121,12 +121,11 @@ def _of_bench(document: Any) -> Figures:
         results = found["tokens_per_second"]
         for name, values in results.items():
             low, median, high = quartiles(values)
-            batch = "batch 8" if "batch 8" in name else "batch 1"
             own = found["overhead"].get(name)
             yield f"{shape}, {name}: tokens/s", f"{median:,.1f}"
             yield f"{shape}, {name}: middle half", f"{low:,.1f} to {high:,.1f}"
             yield f"{shape}, {name}: x llama2-py", ratio(values, results.get("llama2-py"))
-            yield f"{shape}, {name}: x transformers", ratio(values, results.get(f"transformers, {batch}"))
+            yield f"{shape}, {name}: x transformers", ratio(values, results.get(like_ours(name)))
             yield f"{shape}, {name}: engine's own time", "-" if own is None else f"{own:.1%}"
 
 

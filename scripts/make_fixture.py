@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -126,12 +127,13 @@ def with_golden(seed: int, progress: Callable[[str], None]) -> Scenario | None:
     return scenario(seed, weights_digest(weights), golden)
 
 
-def write_timeline(fixture: Scenario, path: Path) -> None:
-    """Run the fixture on the virtual clock and write every event."""
-    with InferenceEngine.from_scenario(fixture, clock=VirtualClock()) as engine:
+def timeline_of(fixture: Scenario) -> str:
+    """Run the fixture on the virtual clock; every event, as a file holds it."""
+    with InferenceEngine.from_scenario(fixture, clock=VirtualClock()) as engine, TemporaryDirectory() as folder:
         for _ in play(engine, fixture):
             pass
-        engine.timeline.write(path)
+        engine.timeline.write(path := Path(folder, TIMELINE.name))
+        return path.read_text(encoding="utf-8")
 
 
 def recorded_seed() -> int:
@@ -152,13 +154,8 @@ def main() -> int:
     if fixture is None:
         print(f"the seed in {FIXTURE.name} is no fair test: run python3 scripts/make_fixture.py", file=sys.stderr)
         return 1
-    target = ROOT / "fixtures" / "check.tmp" if check else TIMELINE
-    write_timeline(fixture, target)
-    timeline = target.read_text(encoding="utf-8")
-    if check:
-        target.unlink()
     schema = json.dumps(scenario_json_schema(), indent=1) + "\n"
-    made = {FIXTURE: fixture.to_json(), TIMELINE: timeline, SCHEMA: schema}
+    made = {FIXTURE: fixture.to_json(), TIMELINE: timeline_of(fixture), SCHEMA: schema}
     for path, text in made.items():
         if not check:
             path.write_text(text, encoding="utf-8", newline="\n")

@@ -1,6 +1,8 @@
 """What quantization costs and saves on a trained model: bytes, error, held-out loss, and poems to read.
 
-    python3 scripts/quant_report.py --fixture fixtures/quatrains.json [--json OUT.json] [--svg OUT.svg]
+    python3 scripts/quant_report.py [--json OUT.json] [--svg OUT.svg]
+
+The poems and the prompts belong to fixtures/quatrains.json: another ``--fixture`` must have its vocabulary.
 
 For each variant of weights and KV pages:
 
@@ -21,28 +23,36 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from math import exp, fsum, log, sqrt
+from functools import cached_property
+from math import fsum, sqrt
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.quatrains import BOS, UNKNOWN, keeps_form, poem_tokens, read_held_out
+from scripts.quatrains import (
+    BOS,
+    PAGE_SIZE,
+    SCENARIO,
+    UNKNOWN,
+    keeps_form,
+    poem_logits,
+    poem_tokens,
+    read_held_out,
+    surprises,
+)
 from starter.backend import load_backend
-from starter.batch import Batch, Piece
 from starter.calibration import column_importance
-from starter.console import Console
+from starter.console import EXIT_DIFFERS, EXIT_OK, Console, check_writable, guarded, run_program
 from starter.engine import InferenceEngine
-from starter.errors import EngineError
+from starter.errors import SchemaError
 from starter.loading import Loaded, scenario_weights
 from starter.model import Model
-from starter.quantization import quantize
 from starter.schema import QuantizationConfig, SamplingParams, Scenario, load_scenario
 from starter.tokenizer import CharacterTokenizer
 from starter.weights import Weights
 
-PAGE_SIZE = 16
 POEM_TOKENS = 39  # at most: four lines of seven with their marks, and the end
 GREEDY = ("春眠不觉晓，", "白日依山尽，")  # beginnings that are continued greedily
 CALIBRATION_POEMS = 40  # the last of the held-out ones, never the measured ones
@@ -101,11 +111,13 @@ class Report:
 
     def __init__(self, scenario: Scenario, poems: int, samples: int) -> None:
         self.scenario, self.samples = scenario, samples
+        if lacking := {"□", *GREEDY[0], *GREEDY[1]}.difference(scenario.tokenizer.characters):
+            raise SchemaError(f"{scenario.name} cannot write the poems that are measured, its vocabulary lacks "
+                              f"{''.join(sorted(lacking))}; take fixtures/quatrains.json, or a model of its vocabulary")
         self.tensors: Weights = scenario_weights(scenario, scenario.weights)
         self.tokenizer = CharacterTokenizer(scenario.tokenizer, scenario.model.bos_token, scenario.model.eos_tokens)
         held_out = [poem_tokens(scenario.tokenizer, poem) for poem in read_held_out()]
         self.poems, self._calibration = held_out[:poems], held_out[-CALIBRATION_POEMS:]
-        self._importance: dict[str, list[float]] | None = None
         self._float: tuple[list[list[list[float]]], float, list[list[int]]] | None = None
 
     def measure(self, variant: Variant) -> Row:
@@ -117,7 +129,7 @@ class Report:
         greedy = self._greedy(model, variant)
         if self._float is None:
             self._float = logits, loss, greedy
-        layers = self._errors(variant, importance)
+        layers = self._errors(model)
         started = time.perf_counter()
         sampled = list(self._sample(model, variant))
         seconds = time.perf_counter() - started
@@ -130,25 +142,21 @@ class Report:
             sum(keeps_form(text) for text, _ in sampled) / len(sampled), first_difference(greedy, self._float[2]),
             sum(count for _, count in sampled) / seconds, next((text for text, _ in sampled if keeps_form(text)), ""))
 
-    @property
+    @cached_property
     def importance(self) -> dict[str, list[float]]:
         """How much each column counts, by the float model's inputs on poems that are not measured."""
-        if self._importance is None:
-            model = Model(self.scenario.model, self.tensors, load_backend("cpu"))
-            self._importance = dict(column_importance(model, self._calibration))
-        return self._importance
+        model = Model(self.scenario.model, self.tensors, load_backend("cpu"))
+        return dict(column_importance(model, self._calibration))
 
-    def _errors(self, variant: Variant, importance: dict[str, list[float]] | None) -> dict[str, tuple[float, float]]:
-        """By matrix: rms and largest error, relative to the matrix's root mean square."""
+    def _errors(self, model: Model) -> dict[str, tuple[float, float]]:
+        """By matrix: rms and largest error of the quantized numbers, relative to the matrix's root mean square."""
         errors = {}
-        for name, tensor in self.tensors.items():
+        for name, rows in model.parameters().items():
+            tensor = self.tensors[name]
             if len(tensor.shape) == 2:
-                errors[name] = (0.0, 0.0)
-                if variant.weights:
-                    rows, known = tensor.rows(), (importance or {}).get(name)
-                    stats = quantize(rows, variant.weights, known).error(rows)
-                    size = stats.rmse / stats.relative if stats.relative else 1.0
-                    errors[name] = (stats.relative, stats.max_abs / size)
+                size = root_mean_square(tensor.values) or 1.0
+                off = [abs(a - b) for row, stored in zip(tensor.rows(), rows) for a, b in zip(row, stored)]
+                errors[name] = (root_mean_square(off) / size, max(off) / size) if model.quantization else (0.0, 0.0)
         return errors
 
     def _engine(self, model: Model, variant: Variant) -> InferenceEngine:
@@ -173,30 +181,20 @@ class Report:
                 yield "".join(event.text for event in events), len(events)
 
 
-def poem_logits(model: Model, tokens: Sequence[int], kv: str | None) -> list[list[float]]:
-    """Logits after every token but the last, in pages of ``PAGE_SIZE``."""
-    pages = tuple(range(-(-len(tokens) // PAGE_SIZE)))
-    batch = Batch.of([Piece(tokens[:-1], 0, pages, wants_logits=False)], PAGE_SIZE)
-    batch.logit_rows = list(range(len(tokens) - 1))
-    return model.forward(batch, model.new_store(len(pages), PAGE_SIZE, kv))
-
-
-def mean_loss(logits: Sequence[Sequence[Sequence[float]]], poems: Sequence[Sequence[int]]) -> float:
+def mean_loss(logits: Iterable[Sequence[Sequence[float]]], poems: Iterable[Sequence[int]]) -> float:
     """Mean -ln p of the poems' tokens after the first; □ is no target."""
-    losses = []
-    for rows, poem in zip(logits, poems):
-        for row, target in zip(rows, poem[1:]):
-            if target != UNKNOWN:
-                highest = max(row)
-                losses.append(highest - row[target] + log(fsum(exp(logit - highest) for logit in row)))
+    losses = [loss for rows, poem in zip(logits, poems) for loss in surprises(rows, poem)]
     return fsum(losses) / len(losses)
 
 
 def change(logits: Sequence[Sequence[Sequence[float]]], others: Sequence[Sequence[Sequence[float]]]) -> float:
     """Root mean square of the difference of all logits."""
-    squares = [(a - b) ** 2 for rows, known in zip(logits, others) for row, other in zip(rows, known)
-               for a, b in zip(row, other)]
-    return sqrt(fsum(squares) / len(squares))
+    return root_mean_square([a - b for rows, known in zip(logits, others) for row, other in zip(rows, known)
+                             for a, b in zip(row, other)])
+
+
+def root_mean_square(numbers: Sequence[float]) -> float:
+    return sqrt(fsum(number * number for number in numbers) / len(numbers))
 
 
 def first_difference(texts: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> int | None:
@@ -261,7 +259,8 @@ def drawing(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fixture", default="fixtures/quatrains.json", metavar="FILE")
+    parser.add_argument("--fixture", default=str(SCENARIO), metavar="FILE",
+                        help="a scenario with the vocabulary of fixtures/quatrains.json, the default")
     parser.add_argument("--poems", type=int, default=40, help="held-out poems that the loss is measured on")
     parser.add_argument("--samples", type=int, default=50, help="poems that are sampled for the form")
     parser.add_argument("--json", metavar="OUT.json")
@@ -270,28 +269,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("poems", "samples"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, not {getattr(options, name)}")
-    try:
-        report = Report(load_scenario(options.fixture), options.poems, options.samples)
-        rows = []
-        with Console(sys.stderr).working() as progress:
-            for variant in VARIANTS:
-                progress(f"{len(rows) + 1} of {len(VARIANTS)}: {variant.name}")
-                rows.append(report.measure(variant))
-        show(rows)
-        if options.json:
-            document = {"poems": options.poems, "samples": options.samples, "rows": list(map(asdict, rows))}
-            Path(options.json).write_text(json.dumps(document, indent=1, ensure_ascii=False), encoding="utf-8")
-        if options.svg:
-            Path(options.svg).write_text(drawing(rows), encoding="utf-8")
-    except (EngineError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return guarded(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, show, write, judge."""
+    for path in filter(None, (options.json, options.svg)):
+        check_writable(path)
+    report = Report(load_scenario(options.fixture), options.poems, options.samples)
+    rows = []
+    with Console(sys.stderr).working() as progress:
+        for variant in VARIANTS:
+            progress(f"{len(rows) + 1} of {len(VARIANTS)}: {variant.name}")
+            rows.append(report.measure(variant))
+    show(rows)
+    if options.json:
+        document = {"poems": options.poems, "samples": options.samples, "rows": list(map(asdict, rows))}
+        Path(options.json).write_text(json.dumps(document, indent=1, ensure_ascii=False), encoding="utf-8")
+    if options.svg:
+        Path(options.svg).write_text(drawing(rows), encoding="utf-8")
     sentences = missed(rows)
     for sentence in sentences:
         print(f"missed: {sentence}")
-    return 1 if sentences else 0
+    return EXIT_DIFFERS if sentences else EXIT_OK
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
-    sys.exit(main())
+    run_program(main)

@@ -28,6 +28,7 @@ from starter.schema import CharacterVocabulary
 
 SCENARIO = ROOT / "fixtures" / "quatrains.json"
 HELD_OUT = ROOT / "fixtures" / "quatrains.heldout.txt"
+PAGE_SIZE = 16
 BOS, EOS, UNKNOWN = 0, 1, 2  # <bos>, <eos> and □, the sign for every character that is not in the vocabulary
 _FORM = re.compile(r"(?:[^，。]{5}，[^，。]{5}。){2}|(?:[^，。]{7}，[^，。]{7}。){2}")
 
@@ -93,19 +94,28 @@ def poem_tokens(vocabulary: CharacterVocabulary, poem: str) -> list[int]:
 def held_out_loss(model: Model, vocabulary: CharacterVocabulary, poems: Iterable[str]) -> float:
     """The mean of -ln p(token | all before it) over the poems' characters and their ends, in nats.
 
-    □ is no target, here as in training: what it stands for could not be known. O(characters) decoder passes.
+    □ is no target, here as in training: what it stands for could not be known. A decoder pass a poem.
     """
     losses = [loss for poem in poems for loss in token_losses(model, poem_tokens(vocabulary, poem))]
     return fsum(losses) / len(losses)
 
 
 def token_losses(model: Model, tokens: Sequence[int]) -> list[float]:
-    """-ln p of each token after the first, □ left out: one pass with the logits of every position but the last."""
-    size = len(tokens) - 1
-    batch = Batch.of([Piece(tokens[:-1], start=0, pages=(0,), wants_logits=False)], page_size=size)
-    batch.logit_rows = list(range(size))
-    rows = model.forward(batch, model.new_store(num_pages=1, page_size=size))
-    return [_surprise(logits, target) for logits, target in zip(rows, tokens[1:]) if target != UNKNOWN]
+    """-ln p of each token after the first, □ left out."""
+    return surprises(poem_logits(model, tokens), tokens)
+
+
+def poem_logits(model: Model, tokens: Sequence[int], kv_quantization: str | None = None) -> list[list[float]]:
+    """Logits after every token but the last, in one pass."""
+    pages = range(-(-len(tokens) // PAGE_SIZE))
+    batch = Batch.of([Piece(tokens[:-1], start=0, pages=pages, wants_logits=False)], PAGE_SIZE)
+    batch.logit_rows = list(range(len(tokens) - 1))
+    return model.forward(batch, model.new_store(len(pages), PAGE_SIZE, kv_quantization))
+
+
+def surprises(logits: Sequence[Sequence[float]], tokens: Sequence[int]) -> list[float]:
+    """-ln p of each token after the first by the logits before it, □ left out."""
+    return [_surprise(row, target) for row, target in zip(logits, tokens[1:]) if target != UNKNOWN]
 
 
 def _surprise(logits: Sequence[float], target: int) -> float:

@@ -271,7 +271,7 @@ def main() -> int:
         parser.error("name the folder to write to, or --check")
     try:
         release(options.out, MILESTONES.index(options.through) + 1 if options.through else 0)
-    except ReleaseError as error:
+    except (ReleaseError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

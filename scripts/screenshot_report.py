@@ -45,7 +45,8 @@ class Browser:
 
         chromium, driver = programs()
         if not chromium or not driver:
-            raise FileNotFoundError("chromium and chromedriver are not on the PATH")
+            raise FileNotFoundError("chromium and chromedriver are not on the PATH; install them (Debian: apt-get "
+                                    "install chromium chromium-driver)")
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         options = webdriver.ChromeOptions()
         options.binary_location = chromium

@@ -15,8 +15,7 @@ What is proven, from the events and from nothing else (the page tables are built
            completes what is known brings a token or an end
     V4     budgets and max_running hold; nobody who lives is forgotten; nobody waits longer than ``scheduler.py``
            promises; who decodes does so in every step whose budget covers the running ones. While pages are held from
-           outside no wait counts, and a fault or an abandoned step starts the count
-           again
+           outside no wait counts; a fault starts the count again, and so does an abandoned step
 """
 
 from __future__ import annotations
@@ -212,7 +211,7 @@ class Audit:
     def _on_abandon(self, event: Event) -> None:
         if self._plan is None:
             self._wrong("order", f"step {event['step']} is abandoned, but was not planned")
-        self._plan, self._unlisted = None, []  # whoever was to end now ends with the step that is planned again
+        self._plan = None
         self._on_fault(event)  # a turn that came to nothing may have to be waited for once more
 
     def _move(self, name: str, running: bool, verb: str) -> None:

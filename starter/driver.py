@@ -58,8 +58,8 @@ def _check(options: argparse.Namespace) -> None:
     asked = [f"--{name.replace('_', '-')}" for name, default in PROMPT_OPTIONS.items()
              if getattr(options, name) != default]
     if options.fixture is not None and asked:
-        raise RequestError(f"{', '.join(asked)} cannot be used here: --prompt and --chat go with --checkpoint, and so do "
-                           f"their options; a fixture brings its own requests")
+        raise RequestError(f"{', '.join(asked)} cannot be used here: --prompt and --chat go with --checkpoint, and so "
+                           f"do their options; a fixture brings its own requests")
     if options.prompt and options.chat:
         raise RequestError("give --prompt, to go on from a text, or --chat, to have a message answered; not both")
     if options.checkpoint is not None and options.manifest_only:

@@ -379,7 +379,9 @@ class InferenceEngine:
         try:
             yield
         except BaseException:
-            self.scheduler.abandon_step()
+            with self._news:
+                self.scheduler.abandon_step()
+                self._recorder.abandoned()
             raise
 
     def _plan(self, budget_tokens: int) -> tuple[ScheduleDecision, dict[str, Piece]]:

@@ -19,7 +19,8 @@ bits:
 - scores: q is scaled to an integer vector of length (2**31 - 1) / |longest key|, a power of two times its true size,
   so no score overflows (Cauchy-Schwarz) and a score is a number of 2**-e;
 - softmax: exp comes from a table in steps of 1/512. Subtracting from the maximum, shifting and masking are three
-  operations on the whole row of lanes. The weights p are integers, too;
+  operations on the whole row of lanes: with scores in units of 2**-20 a shift by 11 leaves the distance from the
+  largest in units of 2**-9, the index into the table. The weights p are integers, too;
 - output: |sum p_t v_t| <= sum(p) * 2**15, so p is taken from the table whose sum stays under 2**16. (Each of n weights
   may have been rounded up by a half in either table: n is set aside.) A weight below 2**-16 of all counts as none; with
   n positions of equal weight that is coarse from n = 8,192 on, which is the limit.

@@ -42,15 +42,16 @@ from .quantization import QuantizedTensor
 WEIGHT_BITS = 14  # of a float weight in a lane
 BLOCK_ROWS = 2048  # lanes in one integer at most: longer ones fall out of the processor's first cache
 KEPT_ROWS = 1024  # that ``row`` remembers
-LEAST = 8  # root mean square of the integers of x, below which their rounding would outweigh that of the codes
-_MAGIC = 1.5 * 2.0**52  # a double this large has a unit of 1, so that adding it rounds to an integer
-UNITS = {32: 1.0, 24: 2.0**-8, 16: 1.0}  # what one means in the numbers that ``unpack`` returns
+LEAST = 8  # root mean square that the integers of x must have room for, or they would be mostly rounding
+_MAGIC = 1.5 * 2.0**52  # doubles from 2**52 to 2**53 are whole numbers: adding this rounds what is added
+UNITS = {32: 1.0, 24: 2.0**-8, 16: 1.0}  # what ``unpack``'s numbers count in: those of 24 bits come 2**8 times as large
 
 
 def to_integers(x: Sequence[float], factor: float) -> list[int]:
     """round(v * factor) for each v, as long as |v * factor| < 2**31.
 
-    The low half of a double near ``_MAGIC`` is that integer: one pass, where round() would be called for each.
+    ``_MAGIC`` ends in 32 zero bits, so the low half of ``_MAGIC`` + n is n in two's complement: the integers are read
+    out of the doubles in one pass, where round() would be called for each.
     """
     doubles = _doubles(len(x)).pack(*[v * factor + _MAGIC for v in x])
     return memoryview(doubles).cast("i")[::2].tolist()

@@ -185,7 +185,7 @@ class Replay:
             if self._compared == before:
                 break
         event = self._next()
-        if self._difference or (event is not None and event["event"] in ("abandon", "step")):
+        if self._difference or (event is not None and event["event"] == "abandon"):
             raise _Interrupted
 
 

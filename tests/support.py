@@ -1,14 +1,17 @@
-"""A tiny model, engines over it, backends that fail on command, requests to try: shared by the tests of the engine."""
+"""A tiny model, engines over it, backends that fail on command, requests to try, programs run in this process."""
 
 from __future__ import annotations
 
+import io
 import random
 import unittest
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 from math import nan
+from typing import NamedTuple
 
 from starter.cpu_backend import CpuBackend
 from starter.engine import InferenceEngine
@@ -19,6 +22,26 @@ from starter.schema import CharacterVocabulary, EngineSettings, ModelConfig, Sam
 from starter.timeline import VirtualClock
 from starter.tokenizer import CharacterTokenizer
 from starter.weights import seeded_weights
+
+
+class Run(NamedTuple):
+    """What a program came to."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_main(main: Callable[[list[str]], int], *arguments: object) -> Run:
+    """A program in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = main(list(map(str, arguments)))
+        except SystemExit as end:  # argparse
+            code = int(end.code or 0)
+    return Run(code, out.getvalue(), err.getvalue())
+
 
 VOCABULARY = 20
 CONTEXT = 128

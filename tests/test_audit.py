@@ -6,6 +6,7 @@ import copy
 import unittest
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from starter.policies import POLICIES
 from starter.schema import MODEL_SHAPE
 from starter.timeline import Event, read_timeline
 from tests.paths import TIMELINE
-from tests.support import CONFIG, SERVINGS, TIGHT, make_engine
+from tests.support import CONFIG, FIVE, SERVINGS, TIGHT, failing_at, make_engine
 from tests.timelines import as_read, full_engine, random_run
 
 TOKEN = {"event": "token", "token": 1, "text": "b"}
@@ -51,6 +52,18 @@ class GoodTest(unittest.TestCase):
                 engine = make_engine(**{**TIGHT, **serving})
                 engine.generate([[3, 1, 4], [1], [2, 7, 1, 8, 2, 8, 1, 8], [5, 5], [9, 9, 9, 9]], 6)
                 self.assert_good(as_read(engine.timeline))
+
+    def test_interrupted_steps(self) -> None:
+        for serving, moment in product(SERVINGS, ("start", "middle")):
+            with self.subTest(serving=serving, moment=moment):
+                engine = make_engine(failing_at(3, moment, KeyboardInterrupt()), **{**TIGHT, **serving})
+                for name, ask in FIVE.items():
+                    ask.submit(engine, name)
+                self.assertRaises(KeyboardInterrupt, engine.run)
+                engine.run()
+                events = as_read(engine.timeline)
+                self.assertEqual(sum(event["event"] == "abandon" for event in events), 1)
+                self.assert_good(events)
 
     def test_steps_without_a_budget_and_small_ones_hold_nobody_to_the_bound(self) -> None:
         engine = make_engine()
@@ -262,7 +275,7 @@ class BrokenTest(unittest.TestCase):
             self.setUp()
             del self.events[self.find("finish", request=name)]
             violations = Audit.of(self.events).violations
-            self.assertTrue(any(name in violation.problem for violation in violations), name)
+            self.assertTrue(any(violation.problem.startswith(f"{name} ") for violation in violations), name)
 
     def test_a_timeline_that_breaks_off(self) -> None:
         self.events.pop()
@@ -362,6 +375,51 @@ class BrokenTest(unittest.TestCase):
             self.change(at, step=step)
             self.broken("order", f"an event of step {step} after step 3", line=at)
 
+    def abandoned(self) -> int:
+        """Abandon a step whose plan changed nothing, and plan it again; where the abandon event stands."""
+        at = self.find("step", lambda event: event["chunks"] and not event["admitted"] and not event["preempted"]
+                       and self.events[self.events.index(event) + 1]["step"] > event["step"])
+        self.events[at + 1:at + 1] = [{key: self.events[at][key] for key in ("step", "time")} | {"event": "abandon"},
+                                      copy.deepcopy(self.events[at])]
+        return at + 1
+
+    def test_a_step_that_was_abandoned_is_planned_again(self) -> None:
+        self.abandoned()
+        self.assertEqual(Audit.of(self.events).violations, [])
+
+    def test_a_step_twice_that_was_not_abandoned(self) -> None:
+        at = self.abandoned()
+        del self.events[at]
+        self.broken("order", "step .* is planned twice, and was not abandoned in between", line=at)
+
+    def test_a_step_is_abandoned_that_was_not_planned(self) -> None:
+        at = self.abandoned()
+        self.events.insert(at, self.events[at])
+        self.broken("order", "step .* is abandoned, but was not planned", line=at + 1)
+
+    def test_what_an_abandoned_step_was_to_compute_was_not(self) -> None:
+        del self.events[self.abandoned() + 1]
+        self.broken("order", "which was not planned")
+
+    def test_every_event_that_stands_twice(self) -> None:
+        """Of faults alone any number may come, and an outsider may do one thing twice."""
+        for at, event in enumerate(self.events[1:], start=1):
+            if event["event"] in ("refuse", "inject", "lift", "fault") or event.get("request") == "outsider":
+                continue
+            with self.subTest(event=event):
+                events = [*self.events[:at + 1], *copy.deepcopy(self.events[at:])]
+                self.assertTrue(Audit.of(events).violations)
+
+    def test_a_page_is_published_twice(self) -> None:
+        at = self.find("pages", change="publish")
+        self.events.insert(at, copy.deepcopy(self.events[at]))
+        self.broken("V2", "publishes page .*, which can be found already", line=at + 1)
+
+    def test_a_cancel_twice(self) -> None:
+        at = self.find("cancel")
+        self.events.insert(at, copy.deepcopy(self.events[at]))
+        self.broken("V3", "c is cancelled again before its end came", line=at + 1)
+
     def test_time_that_goes_back(self) -> None:
         at = self.find("step", step=3)
         self.change(at, time=1.0)
@@ -400,7 +458,8 @@ class BrokenEngineTest(unittest.TestCase):
 class WaitTest(unittest.TestCase):
     """V4's bound on written timelines: (k + 1) * 10 * L * ceil(max_running / budget) steps."""
 
-    def audit(self, waits: int, budget: int = 8, before: int = 0, policy: str = "fcfs") -> list[Violation]:
+    def audit(self, waits: int, budget: int = 8, before: int = 0, policy: str = "fcfs",
+              abandoned: int = -1) -> list[Violation]:
         header = {"event": "header", "step": 0, "time": 0.0, "num_pages": 4, "model": MODEL_SHAPE.dump(CONFIG),
                   "settings": {"policy": policy, "max_running": 4}}
         names = [f"r{i}" for i in range(before + 1)]
@@ -409,6 +468,9 @@ class WaitTest(unittest.TestCase):
         events += [{"event": "step", "step": step, "time": 0.0, "budget": budget, "computed": 0, "chunks": [],
                     "admitted": [], "preempted": [], "waiting": names, "running": [], "reasons": {}, "found": {},
                     "used_pages": 0, "empty_slots": 0} for step in range(waits)]
+        again = [at + 1 for at, event in enumerate(events) if event["event"] == "step" and event["step"] == abandoned]
+        for at in again:
+            events[at:at] = [{"event": "abandon", "step": abandoned, "time": 0.0}, events[at - 1]]
         return [violation for violation in Audit.of(events).violations if violation.promise == "V4"]
 
     def test_the_bound_is_exact(self) -> None:
@@ -418,6 +480,10 @@ class WaitTest(unittest.TestCase):
                 late = self.audit(10 * 5 * turns + 1, budget)
                 self.assertEqual(len(late), 1)
                 self.assertIn(f"r0 has waited {50 * turns + 1} steps; at most {50 * turns} are promised", str(late[0]))
+
+    def test_an_abandoned_step_starts_the_count_again(self) -> None:
+        self.assertEqual(self.audit(50, abandoned=10), [])
+        self.assertEqual(len(self.audit(51, abandoned=0)), 1)
 
     def test_behind_others_it_may_wait_longer(self) -> None:
         for policy in POLICIES:

@@ -128,8 +128,10 @@ class WrittenTest(FormatCase):
 
     def test_a_step_that_was_interrupted(self) -> None:
         tracks = self.tracks([HEADER, submit("a"), step(0, {"a": (0, 1, "prefill")}),
+                              {"event": "abandon", "step": 0, "time": 0.25},
                               {**step(0, {"a": (0, 1, "prefill")}), "time": 0.5}, step(1, {})])
-        self.assertEqual(tracks["steps"], [("step 0", 0, SECOND // 2), ("step 0", SECOND // 2, SECOND // 2)])
+        self.assertEqual(tracks, {name: [(shown, 0, SECOND // 4), (shown, SECOND // 2, SECOND // 2)]
+                                  for name, shown in (("steps", "step 0"), ("a", "prefill 0"))})
 
 
 class RunTest(FormatCase):

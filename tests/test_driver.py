@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import struct
@@ -13,7 +11,7 @@ import tempfile
 import unittest
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 from starter import driver
@@ -38,7 +36,7 @@ from starter.schema import (
 from starter.timeline import VirtualClock, read_timeline
 from starter.weights import seeded_weights
 from tests.paths import FIXTURE, ROOT, TIMELINE
-from tests.support import CONFIG, FaultyBackend, oracle
+from tests.support import CONFIG, FaultyBackend, Run, oracle, run_main
 
 BUFFERED = {**os.environ, "PYTHONUNBUFFERED": ""}  # as it is where nobody says otherwise
 REQUESTS = (Request("a", (3, 1, 4), 6), Request("b", (1,), 9, arrival=1.0), Request("gone", (2, 7), 20))
@@ -54,21 +52,9 @@ def with_golden(request: str, tokens: tuple[int, ...]) -> Scenario:
     return replace(SCENARIO, golden=replace(SCENARIO.golden, tokens={**SCENARIO.golden.tokens, request: tokens}))
 
 
-class Run(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 def run(*arguments: object) -> Run:
     """The driver in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = driver.main(list(map(str, arguments)))
-        except SystemExit as end:  # argparse
-            code = end.code
-    return Run(code, out.getvalue(), err.getvalue())
+    return run_main(driver.main, *arguments)
 
 
 def strict_json(text: str) -> Any:

@@ -218,7 +218,6 @@ class AttentionTest(Case):
                 with self.subTest(d=d, sign=sign, turn=turn, size=size):
                     self.check_close(tokens.last(4), in_integers(tokens, 4))
 
-
     def test_room_for_rounding(self) -> None:
         """Ten numbers of 6553.6 times 32767 fit into a lane; rounded to 6554 they would not."""
         tokens = Tokens(1, 1, 10, KVBounds([1.0] * 10, [1.0] * 10), [[6553.6 * MOST * sqrt(10)] * 10] * 3,

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
-from typing import NamedTuple
 from unittest.mock import patch
 
 from starter import __main__ as program
@@ -35,7 +34,7 @@ from starter.schema import (
 from starter.timeline import VirtualClock, read_timeline
 from starter.weights import seeded_weights
 from tests.paths import ROOT, TIMELINE
-from tests.support import CONFIG
+from tests.support import CONFIG, Run, run_main
 
 SMALL = Scenario(
     1, "small", CONFIG, SeededWeights(71), CharacterVocabulary("abcdefghijklmnopq世é€"),
@@ -44,21 +43,9 @@ SMALL = Scenario(
     engine=EngineSettings(page_size=2, num_pages=8, budget_tokens=5, prefix_sharing=True))
 
 
-class Run(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 def run(*arguments: object) -> Run:
     """The program in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = program.main(list(map(str, arguments)))
-        except SystemExit as end:  # argparse
-            code = int(end.code or 0)
-    return Run(code, out.getvalue(), err.getvalue())
+    return run_main(program.main, *arguments)
 
 
 class Case(unittest.TestCase):

@@ -16,7 +16,7 @@ from starter.errors import EngineError, SchemaError
 from starter.metrics import Metrics, Summary
 from starter.schema import SamplingParams
 from starter.timeline import Event, read_timeline
-from tests.support import FaultyBackend, make_engine, oracle, prompt_of
+from tests.support import FaultyBackend, failing_at, make_engine, oracle, prompt_of
 
 HEADER: Event = {"event": "header", "step": 0, "time": 0.0, "page_bytes": 100, "weight_bytes": 7}
 
@@ -176,6 +176,20 @@ class CountsTest(unittest.TestCase):
         self.assertEqual((metrics.steps, metrics.computed_tokens), (5, 13))
         self.assertIsNone(Metrics.of([HEADER, submit(0.0), step(0.0, {})]).batch_utilization)
 
+    def test_an_abandoned_step_counts_with_what_planning_it_changed_alone(self) -> None:
+        """Whoever was admitted by it runs, and found what it found; what it was to compute is counted once."""
+        events = [HEADER, submit(0.0, "a"), submit(0.0, "b"), step(1.0, {"b": 2}, admitted="b", empty_slots=2)]
+        first = step(2.0, {"a": 3, "b": 1}, admitted="a", found={"a": 1}, empty_slots=4)
+        abandon = {"event": "abandon", "step": 0, "time": 2.5}
+        metrics = Metrics.of([*events, first, abandon])
+        self.assertEqual((metrics.steps, metrics.computed_tokens, metrics.active_requests), (1, 2, (1,)))
+        self.assertEqual((metrics.batch_utilization, metrics.fragmentation_mean), (2 / 8, 2.0))
+        self.assertEqual((metrics.running, metrics.found_tokens, metrics.queue.count), (2, 1, 2))
+        again = Metrics.of([*events, first, abandon, step(3.0, {"a": 3, "b": 1}, empty_slots=4)])
+        self.assertEqual((again.steps, again.computed_tokens, again.active_requests), (2, 6, (1, 2)))
+        self.assertEqual((again.batch_utilization, again.fragmentation_mean, again.found_tokens), (6 / 16, 3.0, 1))
+        self.assertEqual(Metrics.of([*events, first, abandon, abandon]).steps, 1)  # a damaged timeline
+
     def test_pages_and_fragmentation(self) -> None:
         metrics = Metrics.of([HEADER, submit(0.0), pages(0.0, 3), step(0.0, {"a": 3}, admitted="a", empty_slots=5),
                               pages(1.0, 8), pages(1.0, 6), step(1.0, {"a": 1}, empty_slots=2),
@@ -285,6 +299,16 @@ class RunTest(unittest.TestCase):
         self.assertEqual(metrics.output_tokens, 4 * 7)
         self.assertGreater(metrics.computed_tokens, sum(len(prompt) + 7 - 1 for prompt in prompts))
         self.assertEqual((metrics.ttft.count, metrics.tpot.count, metrics.finished["length"]), (4, 4, 4))
+
+    def test_steps_are_those_that_the_engine_has_completed_interrupts_or_not(self) -> None:
+        engine = make_engine(failing_at(2, "start", KeyboardInterrupt()), page_size=2)
+        engine.submit([3, 1, 4], 6)
+        self.assertRaises(KeyboardInterrupt, engine.run)
+        for steps in (2, 6):
+            metrics = self.check(engine)
+            self.assertEqual((engine.steps, metrics.steps, len(metrics.active_requests)), (steps,) * 3)
+            engine.run()
+        self.assertEqual((metrics.computed_tokens, metrics.output_tokens), (3 + 5, 6))
 
     def test_gauges_fall_at_once_when_everything_is_cancelled(self) -> None:
         """K094, K095: no further step is needed."""

@@ -14,7 +14,7 @@ from unittest import mock
 from xml.etree import ElementTree
 
 from scripts import quant_report as report
-from tests.paths import ROOT
+from tests.paths import FIXTURE, ROOT
 
 ROW = report.Row("float", 400, 1.0, 64.0, 0.0, 0.0, {"w": (0.0, 0.0)}, 0.0, 4.0, 0.0, 1.0, None, 10.0, "诗")
 
@@ -70,6 +70,18 @@ class CommandTest(unittest.TestCase):
         self.assertTrue(0.0 < int8["weight_rms"] < 0.02 and int8["weight_share"] < 0.30, int8)
         self.assertTrue(0.0 < abs(int8["loss_change"]) < 0.01, int8)
         self.assertEqual(len([line for line in out.splitlines() if line.startswith(("float ", "int8 "))]), 4)
+
+    def test_a_fixture_of_another_vocabulary(self) -> None:
+        code, out = self.run_main("--fixture", str(FIXTURE))
+        self.assertEqual((code, len(out.splitlines())), (2, 1), out)
+        self.assertRegex(out, "tiny_model cannot write the poems .* lacks .*晓.*; take fixtures/quatrains.json")
+
+    def test_a_file_that_cannot_be_written_is_told_before_the_work(self) -> None:
+        with mock.patch.object(report, "Report") as never:
+            code, out = self.run_main("--json", str(ROOT / "no such folder" / "q.json"))
+        self.assertEqual(code, 2)
+        self.assertIn("cannot write", out)
+        never.assert_not_called()
 
     def test_bad_input_is_one_sentence(self) -> None:
         code, out = self.run_main("--fixture", "nowhere.json")

@@ -51,6 +51,23 @@ class RecorderTest(unittest.TestCase):
         self.recorder.event("note")
         self.assertEqual(self.kinds(), ["header", "pages", "note"])
 
+    def test_a_step_is_abandoned_once_and_only_if_its_plan_was_told_and_it_was_not_completed(self) -> None:
+        def plan() -> None:
+            with self.recorder.planning():
+                self.recorder.planned(ContinuousBatchScheduler().step(8), 0, KVCacheManager(4, 2))
+
+        self.recorder.abandoned()
+        plan()
+        self.recorder.step_completed()
+        self.recorder.abandoned()
+        self.assertEqual(self.kinds(), ["header", "step"])
+        plan()
+        self.recorder.abandoned()
+        self.recorder.abandoned()
+        self.assertEqual(self.recorder.timeline.events[-1], {"event": "abandon", "step": 1, "time": 0.5})
+        self.assertEqual(self.kinds(), ["header", "step", "step", "abandon"])
+        self.assertEqual((self.recorder.steps, self.recorder.metrics().steps), (1, 1))
+
     def test_outside_a_plan_everything_is_told_at_once(self) -> None:
         self.recorder.page_change("release", "r", (1,), 0)
         self.assertEqual(list(self.recorder.timeline)[1:], [

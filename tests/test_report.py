@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import tempfile
 import unittest
-from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from starter.report import build_model, report_html, write_report
 from starter.schema import SamplingParams, load_scenario
 from starter.timeline import Event, VirtualClock
 from tests.paths import FIXTURE, ROOT
-from tests.support import FIVE, SERVINGS, TIGHT, Ask, make_engine
+from tests.support import FIVE, SERVINGS, TIGHT, Ask, Run, make_engine, run_main
 from tests.timelines import full_engine
 
 VIEWER = ROOT / "starter" / "viewer"
@@ -110,6 +108,16 @@ class FixtureReportTest(unittest.TestCase):
         frames = self.model["frames"]
         self.assertEqual([frame["step"] for frame in frames[:-1]], [event["step"] for event in self.steps()])
         self.assertEqual([frame.get("end", False) for frame in frames], [False] * (len(frames) - 1) + [True])
+
+    def test_a_step_that_was_abandoned_is_a_frame_that_computes_nothing(self) -> None:
+        at = next(i for i, event in enumerate(self.events) if event["event"] == "step" and event["chunks"])
+        step = self.events[at]
+        abandon = {"event": "abandon", "step": step["step"], "time": step["time"]}
+        model = build_model([*self.events[:at + 1], abandon, step])
+        empty, full = model["frames"][-3:-1]
+        self.assertEqual((empty["chunks"], len(full["chunks"]), full["step"]),
+                         ([], 4 * len(step["chunks"]), empty["step"]))
+        self.assertEqual(model["metrics"]["steps"], step["step"] + 1)
 
     def test_reasons_and_batches_are_word_for_word(self) -> None:
         ids = [life["id"] for life in self.model["requests"]]
@@ -301,14 +309,8 @@ class CommandTest(unittest.TestCase):
         self.addCleanup(temporary.cleanup)
         self.folder = Path(temporary.name)
 
-    def command(self, *arguments: str) -> tuple[int, str, str]:
-        out, err = io.StringIO(), io.StringIO()
-        with redirect_stdout(out), redirect_stderr(err):
-            try:
-                code: object = main(["report", *arguments])
-            except SystemExit as stop:
-                code = stop.code
-        return int(str(code)), out.getvalue(), err.getvalue()
+    def command(self, *arguments: str) -> Run:
+        return run_main(main, "report", *arguments)
 
     def test_writes_the_report_of_a_file(self) -> None:
         with make_engine() as engine, engine.timeline.written_to(self.folder / "run.jsonl"):

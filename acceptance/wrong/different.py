@@ -75,8 +75,7 @@ def prompts_share_alike(patch):
 
 @different("M5Quantization")
 def grids_that_hold_zero(patch):
-    """Another quantizer: halves round up, and every asymmetric grid reaches to 0, whatever its
-    group holds."""
+    """Another quantizer: halves round up, and every asymmetric grid reaches to 0, whatever its group holds."""
     right = grids._full_range_grids
 
     def nearest(self, group):
