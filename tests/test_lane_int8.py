@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import unittest
-from math import inf, isnan, nan
+from math import inf, isnan, nan, sqrt
 
 from starter.batch import Batch, Piece
 from starter.cpu_backend import CpuBackend
@@ -83,6 +83,16 @@ class AttentionTest(unittest.TestCase):
                                     q, k, v, lanes) for lanes in (True, False)]
                 with self.subTest(sign=sign, peak=peak):
                     self.compare(*results, delta=2e-3)  # scores go up to 1,272, known to a millionth
+
+    def test_room_for_rounding(self) -> None:
+        """Every number of the query is rounded up by a half, which takes the score of a key of 255s from just below a
+        lane's end to beyond it, unless there is room."""
+        fit = {side * side: (2**31 - 1) / (255 * side * side) for side in range(2, 100, 2)}  # the root is exact
+        width = next(w for w, number in fit.items() if int(number) % 2 and number % 1 > 0.5)
+        query = [(int(fit[width]) + 0.5) * sqrt(width)] * width
+        k, v = [[number] * width for number in (255.0, 0.0, 0.0)], [[number] * width for number in (1.0, 2.0, 2.0)]
+        got = attended(LaneInt8KVStore(1, 1, width, 2, 2), [Piece([0] * 3, 0, (0, 1), False)], [query] * 3, k, v, True)
+        self.compare(got[2:], [[1.0] * width], delta=1e-3)
 
     def test_what_is_not_finite_stays_in_its_row(self) -> None:
         dice = random.Random(1)
