@@ -135,7 +135,7 @@ class Report:
         seconds = time.perf_counter() - started
         numbers = sum(len(tensor.values) for tensor in self.tensors.values() if len(tensor.shape) == 2)
         return Row(
-            variant.name, model.weight_bytes, 1.0 if variant.weights is None else model.weight_bytes / 4 / numbers,
+            variant.name, model.weight_bytes, model.weight_bytes / 4 / numbers,
             model.new_store(1, PAGE_SIZE, variant.kv).page_bytes / PAGE_SIZE,
             sqrt(fsum(rms**2 for rms, _ in layers.values()) / len(layers)), max(most for _, most in layers.values()),
             layers, change(logits, self._float[0]), loss, loss - self._float[1],

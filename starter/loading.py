@@ -56,14 +56,14 @@ def load_checkpoint_model(path: str | Path, backend: str | Backend, quantization
     GGUF file, or of the folder that holds one; or of a folder as Hugging Face has it. ``progress`` is told, now and
     then, what is being done."""
     made, config = load_backend(backend), quantization_config(quantization)  # what is wrong with them shows at once
-    checkpoint = _read_checkpoint(Path(path), progress)
+    checkpoint = read_checkpoint(Path(path), progress)
     progress(f"loading {checkpoint.name} into backend {made.name}")
     model = Model(checkpoint.config, checkpoint.weights, made, config)
     return Loaded(model, checkpoint.tokenizer, {
         "checkpoint": checkpoint.name, **_about(checkpoint.weights, model.quantization)})
 
 
-def _read_checkpoint(path: Path, progress: Progress) -> Checkpoint:
+def read_checkpoint(path: Path, progress: Progress) -> Checkpoint:
     """By what the path is. The readers of the extra ``checkpoints`` are imported only where they are needed."""
     from .checkpoint import Checkpoint
     if (path / "config.json").is_file():
