@@ -48,11 +48,11 @@ class Answers:
         """Sample the next token; after the prompt of a request with n samples, one for each."""
         if isinstance(row, Exception):
             return row
-        samples = [each for each in sample_.stream.samples if each is sample_ or not each.started]
-        request = sample_.stream.request
+        stream, request = sample_.stream, sample_.stream.request
         try:
             return [sample(row, request.sampling, each.draws, request.prompt_tokens,
-                           each.tokens[len(request.prompt_tokens):], self._end_tokens(request)) for each in samples]
+                           each.tokens[len(request.prompt_tokens):], self._end_tokens(request))
+                    for each in stream.due(sample_)]
         except Exception as error:  # whatever is wrong with this row concerns this request alone
             return error
 
@@ -62,7 +62,7 @@ class Answers:
 
     def _emit_all(self, first: Sample, choices: list[Choice]) -> None:
         """A sample's next token; after the prompt, the other samples start from the same pages with theirs."""
-        started = [sample_ for sample_ in first.stream.samples if sample_ is first or not sample_.started]
+        started = first.stream.due(first)
         for sample_ in started[1:] if len(choices) > 1 else ():
             sample_.started = True
             self._recorder.event("fork", request=sample_.id, parent=first.id)

@@ -121,6 +121,9 @@ class Backend(Protocol):
     def pick(self, x: Hidden, rows: Sequence[int]) -> Hidden:
         """Some rows of x."""
 
+    def logits(self, x: Hidden) -> Sequence[Sequence[float]]:
+        """Rows of logits for the sampler: lists, or ``logits.Logits`` where their likeliest tokens are known."""
+
     def to_lists(self, x: Hidden) -> list[list[float]]:
         """x as lists of Python floats."""
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -31,21 +32,32 @@ class Piece:
 
 @dataclass(frozen=True)
 class Span:
-    """The rows of one request in a batch: rows first_row .. first_row + count - 1, positions end - count .. end - 1.
-
-    ``context`` lists the slots of positions 0 .. end - 1; the token at position p may look at the first p + 1.
-    """
+    """The rows of one request in a batch: rows first_row .. first_row + count - 1, positions end - count .. end - 1."""
 
     first_row: int
     count: int
     end: int
     pages: Sequence[int]
-    context: Sequence[int]
+    page_size: int
+
+    @cached_property
+    def context(self) -> Sequence[int]:
+        """Slots of positions 0 .. end - 1; the token at position p may look at the first p + 1. O(end)."""
+        return slots(self.pages, self.page_size, 0, self.end)
 
     @property
     def start(self) -> int:
         """Position of the first row."""
         return self.end - self.count
+
+
+def slots(pages: Sequence[int], page_size: int, start: int, end: int) -> list[int]:
+    """Slots of the positions start .. end - 1 of a block table. O(end - start)."""
+    if end - start == 1:
+        return [pages[start // page_size] * page_size + start % page_size]
+    first = start // page_size
+    found = [page * page_size + offset for page in pages[first:-(-end // page_size)] for offset in range(page_size)]
+    return found[start - first * page_size:end - first * page_size]
 
 
 @dataclass
@@ -61,7 +73,7 @@ class Batch:
 
     @classmethod
     def of(cls, pieces: Iterable[Piece], page_size: int) -> Batch:
-        """Lay the pieces flat. O(tokens + context slots)."""
+        """Lay the pieces flat. O(tokens)."""
         batch = cls(page_size)
         for piece in pieces:
             batch._append(piece)
@@ -69,10 +81,9 @@ class Batch:
 
     def _append(self, piece: Piece) -> None:
         first_row, end = len(self.tokens), piece.start + len(piece.tokens)
-        context = [page * self.page_size + offset for page in piece.pages for offset in range(self.page_size)][:end]
-        self.spans.append(Span(first_row, len(piece.tokens), end, piece.pages, context))
+        self.spans.append(Span(first_row, len(piece.tokens), end, piece.pages, self.page_size))
         self.tokens.extend(piece.tokens)
         self.positions.extend(range(piece.start, end))
-        self.slots.extend(context[piece.start:])
+        self.slots.extend(slots(piece.pages, self.page_size, piece.start, end))
         if piece.wants_logits:
             self.logit_rows.append(len(self.tokens) - 1)

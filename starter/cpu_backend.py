@@ -135,6 +135,9 @@ class CpuBackend:
     def pick(self, x: Rows, rows: Sequence[int]) -> Rows:
         return [x[row] for row in rows]
 
+    def logits(self, x: Rows) -> Rows:
+        return self.to_lists(x)
+
     def to_lists(self, x: Rows) -> Rows:
         return x
 

@@ -74,7 +74,7 @@ def cut_by_page(span: Span, page_size: int) -> Iterator[Span]:
     """The parts of a span whose rows lie in one page each."""
     next_page = (span.start // page_size + 1) * page_size
     for start, end in pairwise((span.start, *range(next_page, span.end, page_size), span.end)):
-        yield Span(span.first_row + start - span.start, end - start, end, span.pages, span.context[:end])
+        yield Span(span.first_row + start - span.start, end - start, end, span.pages, span.page_size)
 
 
 class Int8KVStore:

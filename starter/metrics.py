@@ -185,12 +185,15 @@ class MetricsCollector:
     now: float = 0.0
     peak_pages: int = 0
     peak_empty: int = 0
+    _handlers: dict[str, Any] = field(default_factory=dict)
 
     def observe(self, event: Event) -> None:
         """Take one event into account; kinds without a handler carry nothing that is measured here."""
         self.now = event["time"]
-        handler = getattr(self, f"_on_{event['event']}", None)
-        if handler:
+        kind = event["event"]
+        if kind not in self._handlers:
+            self._handlers[kind] = getattr(self, f"_on_{kind}", None)
+        if handler := self._handlers[kind]:
             handler(event)
 
     def _on_header(self, event: Event) -> None:

@@ -85,7 +85,7 @@ class Model:
         self._loaded[names] = loaded
         return loaded
 
-    def forward(self, batch: Batch, store: KVStore) -> list[list[float]]:
+    def forward(self, batch: Batch, store: KVStore) -> Sequence[Sequence[float]]:
         """Compute every token of the batch, leave its keys and values in ``store``, and return the logits
         [vocab_size] of each row in ``batch.logit_rows``. The pages behind the batch must be reserved."""
         b, config = self.backend, self.config
@@ -106,13 +106,13 @@ class Model:
         if not batch.logit_rows:
             return []
         last = b.norm(b.pick(x, batch.logit_rows), self.final_norm, config.norm_eps)  # [wanted, width]
-        return b.to_lists(b.linear(self.head, last))
+        return b.logits(b.linear(self.head, last))
 
     def forward_uncached(self, tokens: Sequence[int]) -> list[float]:
         """Logits after ``tokens``, every position computed anew in a throw-away store: the price of no cache."""
         store = self.new_store(num_pages=1, page_size=len(tokens))
         batch = Batch.of([Piece(tokens, start=0, pages=(0,), wants_logits=True)], page_size=len(tokens))
-        return self.forward(batch, store)[0]
+        return list(self.forward(batch, store)[0])
 
     def new_store(self, num_pages: int, page_size: int, kv_quantization: str | None = None) -> KVStore:
         """Empty storage for keys and values of this model's shape."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from math import isfinite
 from typing import Any, Union
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from .backend import KVBounds
 from .batch import Batch, Span
 from .int8_pages import cut_by_page
+from .logits import Logits
 from .numpy_attention import Group, Plan, Room, attend
 from .numpy_int8_pages import NumpyInt8KVStore
 from .numpy_matrices import PackedMatrix
@@ -119,6 +121,14 @@ class NumpyBackend:
 
     def pick(self, x: Array, rows: Sequence[int]) -> Array:
         return x[np.asarray(rows)]
+
+    def logits(self, x: Array) -> Sequence[Sequence[float]]:
+        best = x.argmax(axis=1)                                                     # of equals, the first
+        with np.errstate(invalid="ignore"):  # inf - inf
+            above = np.exp(x - x[range(len(x)), best][:, None])                     # [wanted, vocab_size]
+        logprobs = -np.log(above @ np.ones(x.shape[1], dtype=np.float32))
+        return [Logits(token, logprob, row) if isfinite(logprob) else row.tolist()
+                for token, logprob, row in zip(best.tolist(), logprobs.tolist(), x)]
 
     def to_lists(self, x: Any) -> list[list[float]]:
         lists: list[list[float]] = np.asarray(x).tolist()

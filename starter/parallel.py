@@ -214,7 +214,7 @@ class ParallelModel(Model):
         weakref.finalize(store, self._here.stores.pop, key)
         return store
 
-    def forward(self, batch: Batch, store: KVStore) -> list[list[float]]:
+    def forward(self, batch: Batch, store: KVStore) -> Sequence[Sequence[float]]:
         """As ``Model.forward``. When a child is found to have ended, the others compute the batch again."""
         assert isinstance(store, ParallelStore)
         self._tell_losses()
@@ -234,7 +234,7 @@ class ParallelModel(Model):
                           stacklevel=3)
         return len(lost)
 
-    def _forward(self, batch: Batch, store: ParallelStore) -> list[list[float]]:
+    def _forward(self, batch: Batch, store: ParallelStore) -> Sequence[Sequence[float]]:
         given = [Piece(batch.tokens[span.first_row:span.first_row + span.count], span.start, span.pages,
                        span.first_row + span.count - 1 in batch.logit_rows) for span in batch.spans]
         pieces = [store.begun_early(piece) for piece in given]
@@ -260,13 +260,13 @@ class ParallelModel(Model):
         return rows
 
     def _compute(self, pieces: Sequence[Piece], shares: Sequence[Sequence[int]],
-                 store: ParallelStore) -> list[list[float]]:
+                 store: ParallelStore) -> list[Sequence[float]]:
         """Logits of the pieces that want them, each piece computed by the process in whose share it is."""
         mine, *others = ([pieces[i] for i in share] for share in shares)
         answers = [store.ask(process, "forward", theirs) if theirs else list
                    for process, theirs in enumerate(others, start=1)]
         own = super().forward(Batch.of(mine, store.page_size), store.local) if mine else []
-        rows: dict[int, list[float]] = {}
+        rows: dict[int, Sequence[float]] = {}
         for share, computed in zip(shares, (own, *([row.tolist() for row in answer()] for answer in answers))):
             rows.update(zip((i for i in share if pieces[i].wants_logits), computed))
         return [rows[i] for i in sorted(rows)]

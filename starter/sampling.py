@@ -26,6 +26,7 @@ from math import exp, inf, isnan, log
 from operator import sub
 
 from .errors import BackendError
+from .logits import Logits
 from .schema import SamplingParams
 
 
@@ -66,6 +67,10 @@ def sample(logits: Sequence[float], params: SamplingParams, draws: Draws, prompt
 
     One number is drawn for every sampled token, none for a greedy one.
     """
+    if isinstance(logits, Logits):
+        if params.temperature == 0.0 and params.logprobs is None and not _adjusts(params, generated):
+            return Choice(logits.best, logits.logprob)
+        logits = list(logits)
     highest = _highest(logits, "the logits")
     adjusted = adjust(logits, params, prompt, generated, end_tokens)
     best = highest if adjusted is logits else _highest(adjusted, "the adjusted logits")
@@ -99,8 +104,7 @@ def adjust(logits: Sequence[float], params: SamplingParams, prompt: Sequence[int
                  (Keskar et al. 2019, "CTRL")
     presence     subtracted once from tokens in the output; frequency as often as they stand there (OpenAI's API)
     """
-    if len(generated) >= params.min_tokens and not (
-            params.bias or params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty):
+    if not _adjusts(params, generated):
         return logits  # as nearly always; a vocabulary is long
     adjusted = list(logits)
     for token, bias in params.bias:
@@ -116,6 +120,11 @@ def adjust(logits: Sequence[float], params: SamplingParams, prompt: Sequence[int
         for token in end_tokens:
             adjusted[token] = -inf
     return adjusted
+
+
+def _adjusts(params: SamplingParams, generated: Sequence[int]) -> bool:
+    return bool(len(generated) < params.min_tokens or params.logit_bias or params.repetition_penalty != 1.0
+                or params.presence_penalty or params.frequency_penalty)
 
 
 def _draw(logits: Sequence[float], highest: float, params: SamplingParams, draws: Draws) -> int:

@@ -39,11 +39,10 @@ class Sample:
     started: bool = False  # the first runs from submit on, the others when the prompt is computed
     withheld: int = 0  # tokens generated, but not read before a cancel
     finish_reason: str | None = None
+    id: str = field(init=False)  # the sequence's
 
-    @property
-    def id(self) -> str:
-        """The sequence's id."""
-        return sample_id(self.stream.request.request_id, self.number)
+    def __post_init__(self) -> None:
+        self.id = sample_id(self.stream.request.request_id, self.number)
 
     @property
     def generated(self) -> int:
@@ -57,11 +56,12 @@ class Sample:
         self.tokens.append(choice.token)
         self.draws.accept()
         text = self.decoder.push(choice.token)
-        if self.generated > request.sampling.min_tokens:
+        generated = index + 1
+        if generated > request.sampling.min_tokens:
             text, stopped = self.stops.push(text)
         else:
             stopped = False
-        reason = "stop" if ends or stopped else "length" if self.generated == request.max_tokens else None
+        reason = "stop" if ends or stopped else "length" if generated == request.max_tokens else None
         if reason and not stopped:
             text += self._rest()
         event = TokenEvent(request.request_id, index, choice.token, text, step, time, choice.logprob, reason,
@@ -102,6 +102,12 @@ class RequestStream:
         if None in reasons:
             return None
         return next((reason for reason in ("cancelled", "error") if reason in reasons), reasons[-1])
+
+    def due(self, first: Sample) -> list[Sample]:
+        """Whose token a row of ``first`` yields: its own and, after the prompt, all that have not started."""
+        if len(self.samples) == 1:
+            return self.samples
+        return [sample for sample in self.samples if sample is first or not sample.started]
 
     @property
     def drained(self) -> bool:

@@ -17,7 +17,8 @@ class BatchTest(unittest.TestCase):
         self.assertEqual(batch.slots, [29, 8, 9, 10])
         self.assertEqual(batch.logit_rows, [0, 3])
         self.assertEqual(batch.spans, [
-            Span(0, 1, 10, (5, 0, 7), [20, 21, 22, 23, 0, 1, 2, 3, 28, 29]), Span(1, 3, 3, (2,), [8, 9, 10])])
+            Span(0, 1, 10, (5, 0, 7), page_size=4), Span(1, 3, 3, (2,), page_size=4)])
+        self.assertEqual([span.context for span in batch.spans], [[20, 21, 22, 23, 0, 1, 2, 3, 28, 29], [8, 9, 10]])
         self.assertEqual([span.start for span in batch.spans], [9, 0])
 
     def test_every_row_of_random_pieces(self) -> None:

@@ -257,7 +257,7 @@ class StoreTest(Case):
     def test_a_token_is_its_layers_one_after_the_other(self) -> None:
         store = CPU.kv_store(self.MODEL, num_pages=1, page_size=1)
         store.write(0, 0, [float(i) for i in range(12)], [float(-i) for i in range(12)])
-        span = Span(first_row=0, count=1, end=1, pages=(0,), context=(0,))
+        span = Span(first_row=0, count=1, end=1, pages=(0,), page_size=1)
         self.assertEqual(store.context(1, 0, span), ([array("d", [4, 5])], [(-4.0,), (-5.0,)]))
         self.assertEqual(store.context(2, 1, span), ([array("d", [10, 11])], [(-10.0,), (-11.0,)]))
 

@@ -116,7 +116,7 @@ class CutTest(unittest.TestCase):
     def test_parts_cover_the_span_and_none_crosses_a_page(self) -> None:
         for start, count, size in product(range(9), range(1, 9), range(1, 6)):
             end = start + count
-            span = Span(5, count, end, tuple(range(9)), tuple(range(100, 100 + end)))
+            span = Span(5, count, end, tuple(range(20, 0, -1)), size)
             parts = list(cut_by_page(span, size))
             self.assertEqual([row for part in parts for row in range(part.first_row, part.first_row + part.count)],
                              list(range(5, 5 + count)))

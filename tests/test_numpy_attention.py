@@ -68,7 +68,7 @@ class GroupTest(unittest.TestCase):
             with self.subTest(seed=seed):
                 dice = random.Random(seed)
                 ends = [dice.randint(4, 400) for _ in range(dice.randint(1, 30))]
-                spans = [Span(row, dice.choice((1, 1, 4)), end, (), []) for row, end in enumerate(ends)]
+                spans = [Span(row, dice.choice((1, 1, 4)), end, (), 1) for row, end in enumerate(ends)]
                 width, padding, tile = dice.choice((1, 8)), dice.choice((0, 40, 4000)), dice.choice((1, 900, 10_000))
                 with mock.patch.multiple(self.module, PADDING=padding, TILE=tile):
                     groups = list(self.module.grouped(spans, width))
@@ -139,7 +139,7 @@ class GroupTest(unittest.TestCase):
         query = [-30.0, -30.0]
         scores = [fsum(a * b for a, b in zip(query, key)) / sqrt(2) for key in keys]
         self.assertLess(max(scores), -1000)
-        group = self.module.Group.of([Span(0, 1, 2, (0,), [0, 1])], 2)
+        group = self.module.Group.of([Span(0, 1, 2, (0,), 2)], 2)
         q, k, v = (self.np.array(x, dtype=self.np.float32) for x in ([query], [[[key] for key in keys]],
                                                                     [[[value] for value in values]]))
         for a, b in zip(self.module.attend(q, k, v, group)[0].tolist(), softmax_average(scores, values), strict=True):
