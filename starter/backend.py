@@ -7,6 +7,7 @@ memory; nobody else looks inside. Shapes below: T rows of the batch, D width, H 
     reference   standard library, plain loops: the form to read, and the oracle of the others
     cpu         standard library, products in lanes of long integers: several times faster
     numpy       the same operations on arrays (extra ``numpy``)
+    cuda        the same as kernels on an NVIDIA GPU, or on the processor in its place (extra ``cuda``)
     auto        numpy where it is installed, else cpu
 """
 
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 
 from .batch import Batch
 from .errors import BackendError
+from .quantization import QuantizedTensor
 from .schema import ModelConfig, QuantizationConfig
 from .weights import Tensor
 
@@ -66,10 +68,10 @@ class Backend(Protocol):
 
     name: str
 
-    def matrix(self, tensor: Tensor, quantization: QuantizationConfig | None,
+    def matrix(self, tensor: Tensor | QuantizedTensor, quantization: QuantizationConfig | None,
                importance: Sequence[float] | None = None) -> Matrix:
         """Take a 2-D tensor [rows, columns] into the backend's own form, quantized where a config is given, with an
-        ``importance`` for each column where there is one (``quantization.quantize``)."""
+        ``importance`` for each column where there is one (``quantization.quantize``). Codes stay what they are."""
 
     def vector(self, tensor: Tensor) -> Vector:
         """Take a 1-D tensor into the backend's own form."""
@@ -132,11 +134,15 @@ _BACKENDS = {  # name: (module, class, package it needs, extra that installs the
     "reference": ("cpu_backend", "CpuBackend", None, None),
     "cpu": ("lane_backend", "LaneBackend", None, None),
     "numpy": ("numpy_backend", "NumpyBackend", "numpy", "numpy"),
+    "cuda": ("cuda_backend", "CudaBackend", "warp", "cuda"),
 }
 
 
-def load_backend(backend: str | Backend = "auto") -> Backend:
-    """Find a backend by name, or pass a ready one through. BackendError for an unknown or missing one."""
+def load_backend(backend: str | Backend = "auto", **options: Any) -> Backend:
+    """Find a backend by name, or pass a ready one through. ``options`` are those of "cuda" (``cuda_backend.py``):
+    ``device``, "cuda:0" or "cpu"; ``dtype``, "float32" or "float16". BackendError for an unknown or missing one."""
+    if options and backend != "cuda":
+        raise BackendError(f"{', '.join(options)} can be chosen for backend 'cuda' only, not for {backend!r}")
     if not isinstance(backend, str):
         missing = [name for name in vars(Backend) if name[0] != "_" and not hasattr(backend, name)]
         if missing:
@@ -150,5 +156,5 @@ def load_backend(backend: str | Backend = "auto") -> Backend:
     module, name, package, extra = _BACKENDS[backend]
     if package and not find_spec(package):
         raise BackendError(f"backend {backend!r} needs {package}, which is not installed: pip install '.[{extra}]'")
-    made: Backend = getattr(import_module(f".{module}", __package__), name)()
+    made: Backend = getattr(import_module(f".{module}", __package__), name)(**options)
     return made

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from typing import Any
 
+from .quantization import QuantizedTensor
 from .schema import ModelConfig
 from .tokenizer import Tokenizer
-from .weights import Tensor, Weights
+from .weights import StoredWeights, Tensor
 
 Progress = Callable[[str], None]  # is told what is being done, now and then
 
@@ -35,19 +36,30 @@ class Checkpoint:
 
     name: str
     config: ModelConfig
-    weights: Weights
+    weights: StoredWeights
     tokenizer: Tokenizer
 
 
 def neighbours(tensor: Tensor, head_width: int) -> Tensor:
     """Rows of heads (a matrix's, or single numbers of a vector) from halves to neighbours. O(numbers)."""
-    columns, half = prod(tensor.shape[1:]), head_width // 2
-    values = array("f")
-    for head in range(0, tensor.shape[0], head_width):
+    return Tensor(tensor.shape, _reordered(tensor.values, tensor.shape[0], head_width))
+
+
+def neighbour_codes(q: QuantizedTensor, head_width: int) -> QuantizedTensor:
+    """The same for a matrix of codes. O(bytes)."""
+    scales, zero_points, packed = (_reordered(part, q.shape[0], head_width)
+                                   for part in (q.scales, q.zero_points, array("B", q.packed)))
+    return replace(q, scales=scales, zero_points=zero_points, packed=packed.tobytes())
+
+
+def _reordered(values: array[Any], rows: int, head_width: int) -> array[Any]:
+    size, half = len(values) // rows, head_width // 2
+    found = values[:0]
+    for head in range(0, rows, head_width):
         for i in range(half):
             for row in (head + i, head + half + i):
-                values.extend(tensor.values[row * columns:(row + 1) * columns])
-    return Tensor(tensor.shape, values)
+                found.extend(values[row * size:(row + 1) * size])
+    return found
 
 
 def counted(names: Iterable[str], progress: Progress, what: str) -> Iterator[str]:

@@ -42,8 +42,10 @@ class CpuBackend:
 
     # ------------------------------------------------------------------------------------------ loading
 
-    def matrix(self, tensor: Tensor, quantization: QuantizationConfig | None,
+    def matrix(self, tensor: Tensor | QuantizedTensor, quantization: QuantizationConfig | None,
                importance: Sequence[float] | None = None) -> Matrix:
+        if isinstance(tensor, QuantizedTensor):
+            return tensor
         rows, columns = tensor.shape
         cut = [tensor.values[r * columns:(r + 1) * columns] for r in range(rows)]
         return quantize(cut, quantization, importance) if quantization else cut

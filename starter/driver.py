@@ -23,12 +23,13 @@ from typing import Any
 if not __package__:  # run as a file: make the package importable, and its modules not importable by bare names
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from starter.backend import Backend, load_backend
 from starter.chat import chat_prompt
 from starter.chrome_trace import write_chrome_trace
 from starter.console import EXIT_DIFFERS, EXIT_OK, Console, check_writable, complain, guarded, run_program
 from starter.engine import InferenceEngine
 from starter.errors import RequestError
-from starter.loading import load_checkpoint_model, quantization_config
+from starter.loading import STORED, load_checkpoint_model, quantization_config
 from starter.play import play, tokens_of
 from starter.report import write_report
 from starter.schema import EngineSettings, QuantizationConfig, SamplingParams, Scenario, TokenEvent, load_scenario
@@ -99,8 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     prompts.add_argument("--n", type=int, help="samples of each prompt; they share its pages")
     prompts.add_argument("--stop", action="append", metavar="TEXT", help="end the text before this")
     engine = parser.add_argument_group("engine (the default is what the scenario says)")
-    engine.add_argument("--backend", default="cpu", help="cpu, reference, numpy or auto")
-    engine.add_argument("--quantization", choices=("none", "int8", "int4", "int4-search"), help="of the weights")
+    engine.add_argument("--backend", default="cpu", help="cpu, reference, numpy, cuda or auto")
+    engine.add_argument("--device", metavar="NAME", help="of backend cuda: cuda:0 (the default), or cpu, without a GPU")
+    engine.add_argument("--dtype", choices=("float32", "float16"), help="of weights and pages of backend cuda")
+    engine.add_argument("--quantization", choices=("none", "int8", "int4", "int4-search", STORED),
+                        help="of the weights; stored: as a GGUF file holds them")
     engine.add_argument("--kv-quantization", choices=("none", "int8"), help="of the KV pages")
     engine.add_argument("--page-size", type=int, metavar="TOKENS")
     engine.add_argument("--num-pages", type=int, metavar="N")
@@ -138,6 +142,12 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
+def _backend(options: argparse.Namespace) -> Backend:
+    """The backend that was asked for, on the device that was."""
+    given = {name: getattr(options, name) for name in ("device", "dtype") if getattr(options, name) is not None}
+    return load_backend(options.backend, **given)
+
+
 def _quantization(options: argparse.Namespace, default: QuantizationConfig | None) -> QuantizationConfig | None:
     if options.quantization is None:
         return default
@@ -167,7 +177,7 @@ def run_scenario(options: argparse.Namespace, console: Console) -> int:
             print_json(scenario.to_dict())
         return EXIT_OK
     with console.working(f"loading {scenario.name}"), _beside(options).working(f"loading {scenario.name}"):
-        engine = InferenceEngine.from_scenario(scenario, options.backend, clock=_clock(options))
+        engine = InferenceEngine.from_scenario(scenario, _backend(options), clock=_clock(options))
     with engine:
         with _recorded(engine, options), _beside(options).working() as progress:
             events, refused = _play(engine, scenario, console, progress)
@@ -248,9 +258,9 @@ def run_prompts(options: argparse.Namespace, console: Console) -> int:
     """Continue one or several prompts, or answer messages, with a checkpoint, streaming."""
     console.progress(f"loading {options.checkpoint}")
     settings = EngineSettings().override({"budget_tokens": 64, "page_size": 16, **_settings(options)})
-    quantization = _quantization(options, None)
+    quantization = STORED if options.quantization == STORED else _quantization(options, None)
     try:
-        loaded = load_checkpoint_model(options.checkpoint, options.backend, quantization, console.progress)
+        loaded = load_checkpoint_model(options.checkpoint, _backend(options), quantization, console.progress)
     finally:
         console.progress("")
     engine = InferenceEngine(loaded, settings, _clock(options))

@@ -115,7 +115,7 @@ class InferenceEngine:
     def from_checkpoint(cls, path: str | Path, backend: str | Backend = "auto", *, quantization: object = None,
                         clock: Callable[[], float] | None = None, **overrides: object) -> InferenceEngine:
         """An engine for a checkpoint on disk: a GGUF file, a Hugging Face folder, or a llama2.c model file with its
-        tokenizer beside it."""
+        tokenizer beside it. ``quantization`` as in ``from_scenario``, or "stored": the codes that a GGUF file holds."""
         if not isinstance(path, (str, Path)):
             raise SchemaError(f"the path of a model file or of its folder is wanted, not {describe(path)}")
         settings = EngineSettings().override(overrides)

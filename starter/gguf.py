@@ -75,7 +75,7 @@ class Gguf:
         return Tensor(entry.shape, float32_array(raw) if entry.kind == "F32" else _dequantized(entry, raw))
 
     def quantized(self, name: str) -> QuantizedTensor:
-        """A Q8_0 or Q4_0 matrix as it is, without rounding; QuantizationError for another format. O(numbers)."""
+        """A Q8_0, Q4_0 or Q4_1 matrix with its own codes; QuantizationError for another format. O(numbers)."""
         entry, raw = self._raw(name)
         if len(entry.shape) != 2:
             raise QuantizationError(f"{name} has the shape {list(entry.shape)}; only a matrix stays quantized")

@@ -9,10 +9,10 @@ A quantized row is a sequence of blocks of 32 numbers x[0..31]; d and m are floa
     Q4_0    d, 16 bytes                           18    d * (q - 8)     byte j holds q[j] in its low and
     Q4_1    d, m, 16 bytes                        20    d * q + m       q[j + 16] in its high nibble
 
-Ours is scale * (code - zero_point) with scale > 0 and an integer zero point. Q4_0 with d > 0 is just that, with zero
-point 8. A negative d (every other block has one) turns the codes around: d * (q - 8) = -d * ((15 - q) - 7). Q8_0 has
-the code -128, which our symmetric int8 has not; where it occurs the tensor becomes asymmetric, with zero point 128, or
-127 turned around. Q4_1's m is no multiple of d in general, so that it becomes floats only.
+Ours is scale * (code - zero_point) with scale > 0. Q4_0 with d > 0 is just that, with zero point 8. A negative d (every
+other block has one) turns the codes around: d * (q - 8) = -d * ((15 - q) - 7). Q8_0 has the code -128, which our
+symmetric int8 has not; where it occurs the tensor becomes asymmetric, with zero point 128, or 127 turned around. Q4_1's
+m is no multiple of d in general: its zero point is the real number -m / d, rounded to float32 as m + d * q is.
 
 Reading runs no loop over single numbers: a *column*, the j-th byte of all blocks, is one slice with a stride, and codes
 are turned around by one XOR of long integers. Measured: 0.015 us a number to a ``QuantizedTensor``, 0.1 us to floats.
@@ -30,7 +30,7 @@ from operator import add, mul
 from typing import NamedTuple, Union
 
 from .errors import QuantizationError
-from .quantization import QuantizedTensor
+from .quantization import QuantizedTensor, ZeroPoints
 from .weights import float32_array
 
 Data = Union[bytes, bytearray, memoryview]
@@ -55,6 +55,7 @@ class BlockFormat(NamedTuple):
 
 FORMATS = {"F16": BlockFormat(1, 2), "BF16": BlockFormat(1, 2),
            "Q8_0": BlockFormat(BLOCK, 34), "Q4_0": BlockFormat(BLOCK, 18), "Q4_1": BlockFormat(BLOCK, 20)}
+QUANTIZED = {"Q8_0": 8, "Q4_0": 4, "Q4_1": 4}  # bits of their codes
 
 _LOW_NIBBLE, _HIGH_NIBBLE = bytes(byte & 15 for byte in range(256)), bytes(byte >> 4 for byte in range(256))
 _MINUS_8 = bytes(byte - 8 & 255 for byte in range(256))
@@ -126,11 +127,14 @@ def _signed(kind: str, column: bytes) -> Sequence[int]:
 
 
 def as_quantized_tensor(kind: str, data: Data, rows: int, columns: int) -> QuantizedTensor:
-    """The matrix of Q8_0 or Q4_0 blocks without any rounding: dequantized it equals ``dequantize_blocks``. O(numbers).
+    """The matrix of Q8_0, Q4_0 or Q4_1 blocks, its codes as they are. Dequantized it equals ``dequantize_blocks``; of
+    Q4_1, whose zero points are rounded, within 2**-23 * (|m| + 15 |d|). O(numbers).
 
-    QuantizationError for another kind, for rows that are no whole blocks, and for a d that is not finite.
+    QuantizationError for another kind, for rows that are no whole blocks, and for a d or m that is not finite.
     """
-    bits = _bits(kind)
+    if kind not in QUANTIZED:
+        raise QuantizationError(f"only {', '.join(QUANTIZED)} hold codes, not {kind!r}: dequantize it instead")
+    bits = QUANTIZED[kind]
     FORMATS[kind].bytes_of(columns)
     check_blocks(kind, data, rows * columns)
     scales, codes = _field(kind, data, 0), _columns(kind, data)
@@ -143,24 +147,40 @@ def as_quantized_tensor(kind: str, data: Data, rows: int, columns: int) -> Quant
     offset = 0 if symmetric or bits == 4 else 0x80  # to add 128 to a signed byte is to turn its highest bit around
     same, around = bytes([offset]) * size, bytes([offset ^ 0xFF]) * size
     packed = _xor(packed, b"".join([around if d < 0.0 else same for d in scales]))
-    zero = {8: 0x80, 4: 0x88}[bits] * (not symmetric)
+    zero = 0 if symmetric or kind == "Q4_1" else {8: 0x80, 4: 0x88}[bits]
     for i, d in enumerate(scales):
-        if d == 0.0:  # its scale becomes 1
+        if d == 0.0:  # a block of equal numbers, 0 or m: its codes say nothing
             packed[i * size:(i + 1) * size] = bytes([zero]) * size
-    half = 2 ** (bits - 1)
-    zero_points = [] if symmetric else [half - (d < 0.0) for d in scales]
-    return QuantizedTensor((rows, columns), bits, BLOCK, symmetric, array("f", [abs(d) or 1.0 for d in scales]),
-                           array("h", zero_points), bytes(packed))
+    steps, zero_points = (_with_minimum(scales, _field(kind, data, 2)) if kind == "Q4_1"
+                          else _around_zero(scales, symmetric, 2 ** (bits - 1)))
+    return QuantizedTensor((rows, columns), bits, BLOCK, symmetric, steps, zero_points, bytes(packed))
+
+
+def _around_zero(scales: Sequence[float], symmetric: bool, half: int) -> tuple[array[float], ZeroPoints]:
+    """Scales and zero points of d * q or d * (q - half), those below 0 turned around."""
+    zero_points = array("h", [] if symmetric else [half - (d < 0.0) for d in scales])
+    return array("f", [abs(d) or 1.0 for d in scales]), zero_points
+
+
+def _with_minimum(scales: Sequence[float], minima: Sequence[float]) -> tuple[array[float], ZeroPoints]:
+    """Scales and zero points of Q4_1's d * q + m; where d is 0, of m alone: |m| * (0 - zero point)."""
+    steps = [abs(d) or abs(m) or 1.0 for d, m in zip(scales, minima)]
+    zero_points = [15.0 - m / step if d < 0.0 else -m / step for d, m, step in zip(scales, minima, steps)]
+    return array("f", steps), array("f", zero_points)
 
 
 def to_blocks(kind: str, q: QuantizedTensor) -> bytes:
     """The way back, "Q8_0" or "Q4_0". QuantizationError where it would not be exact: other groups than 32 numbers,
     a scale that float16 does not hold, a number beyond -128 .. 127 or -8 .. 7 times the scale. O(numbers)."""
-    lowest = -(2 ** (_bits(kind) - 1))
+    if kind not in ("Q8_0", "Q4_0"):
+        raise QuantizationError(f"there is a way back to Q8_0 and Q4_0, not to {kind!r}")
+    lowest = -(2 ** (QUANTIZED[kind] - 1))
+    if q.zero_points.typecode == "f":
+        raise QuantizationError(f"{kind} has a number 0, and zero points between the codes have none")
     if q.shape[1] % BLOCK or (q.group_size or q.shape[1]) != BLOCK:
         raise QuantizationError(f"{kind} needs whole groups of {BLOCK}, not groups of {q.group_size} in rows "
                                 f"of {q.shape[1]}")
-    return b"".join([_block(kind, scale, [code - zero for code in codes], lowest)
+    return b"".join([_block(kind, scale, [code - int(zero) for code in codes], lowest)
                      for r in range(q.shape[0]) for scale, zero, codes in q.groups(r)])
 
 
@@ -177,12 +197,6 @@ def _block(kind: str, scale: float, points: list[int], lowest: int) -> bytes:
         return head + struct.pack(f"{BLOCK}b", *points)
     codes = bytes(point - lowest for point in points)
     return head + _nibbles(codes[:BLOCK // 2], codes[BLOCK // 2:])
-
-
-def _bits(kind: str) -> int:
-    if kind not in ("Q8_0", "Q4_0"):
-        raise QuantizationError(f"only Q8_0 and Q4_0 have an exact form here, {kind!r} has not: dequantize it instead")
-    return 8 if kind == "Q8_0" else 4
 
 
 def _nibbles(low: bytes, high: bytes) -> bytes:

@@ -14,11 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import OF_QUERY_OR_KEY, Checkpoint, Progress, counted, neighbours
+from .checkpoint import OF_QUERY_OR_KEY, Checkpoint, Progress, counted, neighbour_codes, neighbours
 from .errors import SchemaError
 from .gguf import Gguf, open_gguf
+from .gguf_blocks import QUANTIZED
 from .hf_tokenizer import read_gguf_tokenizer
 from .model_config import MODEL_SHAPE, ModelConfig
+from .quantization import QuantizedTensor
 from .rotary import FactorScaling, LinearScaling, RopeScaling
 from .weights import Tensor
 
@@ -45,20 +47,25 @@ _LAYER_TENSORS = {
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
-def read_gguf_checkpoint(path: str | Path, progress: Progress = lambda text: None) -> Checkpoint:
+def read_gguf_checkpoint(path: str | Path, progress: Progress = lambda text: None, codes: bool = False) -> Checkpoint:
     """A file's model and tokenizer. SchemaError that names the file for anything malformed or not known here;
-    EngineError without the package ``tokenizers``. O(file), and the weights are float32 in memory."""
+    EngineError without the package ``tokenizers``. O(file). The weights are float32 in memory, or with ``codes``, where
+    a matrix is Q8_0, Q4_0 or Q4_1, the codes that the file holds."""
     with open_gguf(path) as gguf:
         config = _config(gguf)
         tokenizer = read_gguf_tokenizer(gguf.metadata, config)
         halves = PAIRS[gguf.metadata["general.architecture"]] == "halves"
-        weights: dict[str, Tensor] = {}
+        weights: dict[str, Tensor | QuantizedTensor] = {}
         for name in counted(gguf.tensors, progress, f"reading {Path(path).name}"):
             if name != _ROPE_FACTORS:
                 ours = _our_name(name)
-                tensor = gguf.tensor(name)
-                weights[ours] = (neighbours(tensor, config.head_width) if halves and ours.endswith(OF_QUERY_OR_KEY)
-                                 else tensor)
+                turned = halves and ours.endswith(OF_QUERY_OR_KEY)
+                if codes and gguf.tensors[name].kind in QUANTIZED and len(gguf.tensors[name].shape) == 2:
+                    q = gguf.quantized(name)
+                    weights[ours] = neighbour_codes(q, config.head_width) if turned else q
+                else:
+                    tensor = gguf.tensor(name)
+                    weights[ours] = neighbours(tensor, config.head_width) if turned else tensor
     return Checkpoint(Path(path).name, config, weights, tokenizer)
 
 

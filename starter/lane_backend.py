@@ -23,7 +23,7 @@ from .errors import BackendError
 from .lane_int8 import LaneInt8KVStore
 from .lane_pages import MOST_POSITIONS, LaneKVStore
 from .lanes import LaneMatrix
-from .quantization import QuantizedTensor, dequantize, quantize
+from .quantization import QuantizedTensor, dequantize
 from .schema import ModelConfig, QuantizationConfig
 from .weights import Tensor
 
@@ -50,14 +50,14 @@ class LaneBackend(CpuBackend):
 
     # ------------------------------------------------------------------------------------------ loading
 
-    def matrix(self, tensor: Tensor, quantization: QuantizationConfig | None,
+    def matrix(self, tensor: Tensor | QuantizedTensor, quantization: QuantizationConfig | None,
                importance: Sequence[float] | None = None) -> Any:
-        rows, columns = tensor.shape
-        cut = (tensor.values[r * columns:(r + 1) * columns] for r in range(rows))
-        codes = quantize(list(cut), quantization, importance) if quantization else None
-        lanes = LaneMatrix.of_codes(codes) if codes else LaneMatrix.of_floats(cut)
-        self._forms[(rows, columns, lanes.bits)] += 1
-        return Packed(lanes, codes)
+        made = super().matrix(tensor, quantization, importance)
+        packed = (Packed(LaneMatrix.of_codes(made), made) if isinstance(made, QuantizedTensor)
+                  else Packed(LaneMatrix.of_floats(made), None))
+        rows, columns = packed.lanes.shape
+        self._forms[rows, columns, packed.lanes.bits] += 1
+        return packed
 
     def plan(self) -> str:
         """Which form each matrix was given, as a table."""

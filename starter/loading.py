@@ -20,12 +20,13 @@ from .schema import (
     SeededWeights,
 )
 from .tokenizer import CharacterTokenizer, Tokenizer, read_llama2c_tokenizer
-from .weights import Weights, check_digest, open_checkpoint, seeded_weights, weights_digest
+from .weights import StoredWeights, Weights, check_digest, open_checkpoint, seeded_weights, weights_digest
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, Progress
 
 AS_IN_SCENARIO = "as in the scenario"
+STORED = "stored"  # a checkpoint's matrices as the codes that its file holds
 
 
 @dataclass(frozen=True)
@@ -53,26 +54,31 @@ def load_scenario_model(scenario: Scenario, backend: str | Backend, quantization
 def load_checkpoint_model(path: str | Path, backend: str | Backend, quantization: object = None,
                           progress: Progress = lambda text: None) -> Loaded:
     """The model and tokenizer of a llama2.c file with its tokenizer beside it, or of the folder that holds both; of a
-    GGUF file, or of the folder that holds one; or of a folder as Hugging Face has it. ``progress`` is told, now and
-    then, what is being done."""
-    made, config = load_backend(backend), quantization_config(quantization)  # what is wrong with them shows at once
-    checkpoint = read_checkpoint(Path(path), progress)
+    GGUF file, or of the folder that holds one; or of a folder as Hugging Face has it. ``quantization`` STORED keeps a
+    GGUF file's own codes. ``progress`` is told, now and then, what is being done."""
+    stored = quantization == STORED
+    made, config = load_backend(backend), quantization_config(None if stored else quantization)  # wrong ones show now
+    checkpoint = read_checkpoint(Path(path), progress, stored)
     progress(f"loading {checkpoint.name} into backend {made.name}")
     model = Model(checkpoint.config, checkpoint.weights, made, config)
     return Loaded(model, checkpoint.tokenizer, {
         "checkpoint": checkpoint.name, **_about(checkpoint.weights, model.quantization)})
 
 
-def read_checkpoint(path: Path, progress: Progress) -> Checkpoint:
+def read_checkpoint(path: Path, progress: Progress, codes: bool = False) -> Checkpoint:
     """By what the path is. The readers of the extra ``checkpoints`` are imported only where they are needed."""
     from .checkpoint import Checkpoint
-    if (path / "config.json").is_file():
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    folder = (path / "config.json").is_file()
+    if not folder and len(files) == 1 and files[0].is_file() and _begins_with(files[0], b"GGUF"):
+        from .gguf_checkpoint import read_gguf_checkpoint
+        return read_gguf_checkpoint(files[0], progress, codes)
+    if codes:
+        raise RequestError(f"quantization {STORED!r} keeps the codes of a GGUF file, and {path} is none; "
+                           "int8 and int4 quantize any weights")
+    if folder:
         from .hf_checkpoint import read_hf_checkpoint
         return read_hf_checkpoint(path, progress)
-    files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
-    if len(files) == 1 and files[0].is_file() and _begins_with(files[0], b"GGUF"):
-        from .gguf_checkpoint import read_gguf_checkpoint
-        return read_gguf_checkpoint(files[0], progress)
     model_file, tokenizer_file = find_llama2c(path)
     config, weights = read_llama2c(model_file)
     return Checkpoint(model_file.name, config, weights, read_llama2c_tokenizer(tokenizer_file, config.vocab_size))
@@ -83,12 +89,12 @@ def _begins_with(path: Path, magic: bytes) -> bool:
         return file.read(len(magic)) == magic
 
 
-def _about(weights: Weights, quantization: QuantizationConfig | None) -> dict[str, object]:
+def _about(weights: StoredWeights, quantization: QuantizationConfig | None) -> dict[str, object]:
     return {"weights_sha256": weights_digest(weights), "quantization": asdict(quantization) if quantization else None}
 
 
 def quantization_config(quantization: object) -> QuantizationConfig | None:
-    """None, "int8", "int4", "int4-search" or a ready config -> config."""
+    """None, "int8", "int4", "int4-search" or a ready config -> config; "stored" is for checkpoints."""
     if quantization is None or isinstance(quantization, QuantizationConfig):
         return quantization
     named = {"int8": QuantizationConfig(bits=8), "int4": QuantizationConfig(bits=4),

@@ -9,16 +9,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from math import hypot, sqrt
 from operator import add, mul
 from typing import Any
 
 from .backend import Backend, KVBounds, KVStore, Matrix, Vector
 from .batch import Batch, Piece
+from .quantization import QuantizedTensor, stacked_codes
 from .reference import reference_generate as reference_generate
 from .schema import ModelConfig, QuantizationConfig
-from .weights import Tensor, check_weights
+from .weights import StoredWeights, Tensor, check_weights
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,14 @@ LAYER_NAMES = {
 
 
 class Model:
-    """A decoder with its weights on a backend. ``quantization`` applies to every matrix; norm gains stay float.
+    """A decoder with its weights on a backend. ``quantization`` applies to every matrix; norm gains stay float. A
+    matrix that comes quantized already keeps its codes.
 
     ``importance`` says for a tensor how much each column counts in choosing its grids (``calibration.py`` measures it);
     the tensors of one stack share their input, so the first one's counts for all.
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], backend: Backend,
+    def __init__(self, config: ModelConfig, weights: StoredWeights, backend: Backend,
                  quantization: QuantizationConfig | None = None,
                  importance: Mapping[str, Sequence[float]] | None = None) -> None:
         check_weights(config, weights)
@@ -76,11 +78,11 @@ class Model:
         self._frequencies = config.rope_frequencies
         self.kv_bounds = [kv_bounds(config, weights, f"model.layers.{i}.") for i in range(config.layers)]
 
-    def _load(self, weights: Mapping[str, Tensor], *names: str) -> Any:
+    def _load(self, weights: StoredWeights, *names: str) -> Any:
         if names[0] not in weights:  # which check_weights has found right
             return None
         tensor = stacked([weights[name] for name in names])
-        loaded = (self.backend.vector(tensor) if len(tensor.shape) == 1
+        loaded = (self.backend.vector(tensor) if isinstance(tensor, Tensor) and len(tensor.shape) == 1
                   else self.backend.matrix(tensor, self.quantization, self._importance.get(names[0])))
         self._loaded[names] = loaded
         return loaded
@@ -151,31 +153,41 @@ def _is_vector(names: Sequence[str]) -> bool:
     return names[0].endswith(("norm.weight", ".bias"))
 
 
-def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Matrices of equal columns one upon the other, vectors end to end. A single tensor is passed through."""
+def stacked(tensors: Sequence[Tensor | QuantizedTensor]) -> Tensor | QuantizedTensor:
+    """Matrices of equal columns one upon the other, vectors end to end. A single tensor is passed through; codes stay
+    codes where all are of one form, and are floats otherwise."""
     if len(tensors) == 1:
         return tensors[0]
+    codes = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
+    if len(codes) == len(tensors) and (together := stacked_codes(codes)):
+        return together
     values = array("f")
     for tensor in tensors:
-        values.extend(tensor.values)
+        values.extend(tensor.values if isinstance(tensor, Tensor) else chain.from_iterable(tensor.rows()))
     return Tensor((sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:]), values)
 
 
-def kv_bounds(config: ModelConfig, weights: Mapping[str, Tensor], prefix: str) -> KVBounds:
+def kv_bounds(config: ModelConfig, weights: StoredWeights, prefix: str) -> KVBounds:
     """How large each number of a layer's keys and values can become, whatever the input: a store can lay its grid
     by them. A normed vector x has |x| <= sqrt(width) before its gain g, so |row . (g x)| <= |row * g| sqrt(width)
     (Cauchy-Schwarz), and a bias adds its size. Where each key head is normed in turn, it has |k| <= sqrt(head_width)
     before that norm's gain. Rotation mixes the two numbers of a pair, which share the bound of the pair."""
-    gain = weights[f"{prefix}input_layernorm.weight"].values
+    def vector(name: str) -> array[float]:
+        tensor = weights[prefix + name]
+        assert isinstance(tensor, Tensor)  # only matrices come as codes
+        return tensor.values
+
+    gain = vector("input_layernorm.weight")
 
     def bounds(part: str) -> list[float]:
-        name = f"{prefix}self_attn.{part}_proj"
-        reach = [hypot(*map(mul, row, gain)) * sqrt(config.width) for row in weights[f"{name}.weight"].rows()]
-        return list(map(add, reach, map(abs, weights[f"{name}.bias"].values))) if config.attention_bias else reach
+        name = f"self_attn.{part}_proj"
+        rows = weights[f"{prefix}{name}.weight"].rows()
+        reach = [hypot(*map(mul, row, gain)) * sqrt(config.width) for row in rows]
+        return list(map(add, reach, map(abs, vector(f"{name}.bias")))) if config.attention_bias else reach
 
     values = bounds("v")
     if config.qk_norm:
-        of_head = [abs(g) * sqrt(config.head_width) for g in weights[f"{prefix}self_attn.k_norm.weight"].values]
+        of_head = [abs(g) * sqrt(config.head_width) for g in vector("self_attn.k_norm.weight")]
         keys = of_head * config.kv_heads
     else:
         keys = bounds("k")

@@ -25,7 +25,7 @@ from .logits import Logits
 from .numpy_attention import Group, Plan, Room, attend
 from .numpy_int8_pages import NumpyInt8KVStore
 from .numpy_matrices import PackedMatrix
-from .quantization import quantize
+from .quantization import QuantizedTensor, quantize
 from .schema import ModelConfig, QuantizationConfig
 from .weights import Tensor
 
@@ -46,8 +46,10 @@ class NumpyBackend:
 
     # ------------------------------------------------------------------------------------------ loading
 
-    def matrix(self, tensor: Tensor, quantization: QuantizationConfig | None,
+    def matrix(self, tensor: Tensor | QuantizedTensor, quantization: QuantizationConfig | None,
                importance: Sequence[float] | None = None) -> Matrix:
+        if isinstance(tensor, QuantizedTensor):
+            return PackedMatrix(tensor)
         if quantization:
             return PackedMatrix(quantize(tensor.rows(), quantization, importance))
         return np.array(tensor.values, dtype=np.float32).reshape(tensor.shape).T.copy()

@@ -26,7 +26,8 @@ the last high nibble of an odd row is 0. Symmetric codes are two's complement, a
 
 Scales are float32 and zero points int16, so int8 in groups of 32 takes 9 bits a number (9.5 asymmetric), int4 takes
 5 (5.5), not float32's 32. A tensor with a group too large, too small or too far from zero for these stores all its
-scales as float64 and all its zero points as int64.
+scales as float64 and all its zero points as int64. Grids from elsewhere need not have a point at 0: their zero points
+are float32 between the integers (llama.cpp's Q4_1, ``gguf_blocks.py``), and nothing else changes.
 
     q = quantize([[0.5, -1.0, 2.0]], QuantizationConfig(bits=4, group_size=2))
     dequantize(q)                 # every number within half a step of its group; ``quantize`` states the bound
@@ -40,10 +41,11 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import fsum, inf, isfinite, sqrt
 from numbers import Real
 from operator import mul
+from typing import Any, Union
 
 from .errors import QuantizationError, SchemaError
 from .grids import ZERO_POINT_FORMAT, choose_grids, lowest_code
@@ -51,6 +53,8 @@ from .schema import QuantizationConfig
 from .shapes import Boolean, Choice, Integer, ListOf, Nullable, Number, Shape, Text, describe
 
 __all__ = ["ErrorStats", "QuantizationConfig", "QuantizedTensor", "dequantize", "matvec", "quantize"]
+
+ZeroPoints = Union["array[int]", "array[float]"]
 
 HEADER_BYTES = 16  # rows, columns, group size: 4 bytes each; bits, symmetric and the two number formats: 1 each
 _LARGEST = sys.float_info.max
@@ -66,6 +70,7 @@ _DOCUMENT: dict[str, Shape] = {  # what to_dict writes and from_dict accepts
     "zero_points": ListOf(Integer(-(2**63), 2**63 - 1), 0, _LONG),
     "packed": Text(1, 2 * _LONG),
 }
+_REAL_ZERO_POINTS: dict[str, Shape] = {**_DOCUMENT, "zero_points": ListOf(Number(-_LARGEST, _LARGEST), 0, _LONG)}
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class QuantizedTensor:
     group_size: int | None
     symmetric: bool
     scales: array[float]
-    zero_points: array[int]
+    zero_points: ZeroPoints
     packed: bytes
 
     def __post_init__(self) -> None:
@@ -100,8 +105,9 @@ class QuantizedTensor:
         if min(self.shape) < 1:
             raise QuantizationError(f"a matrix has at least 1 row and 1 column, not {rows} x {columns}")
         formats = [getattr(numbers, "typecode", None) for numbers in (self.scales, self.zero_points)]
-        if formats not in (["f", "h"], ["d", "q"]):
-            raise QuantizationError(f"scales and zero points must be arrays of types f and h or d and q, not {formats}")
+        if formats not in (["f", "h"], ["d", "q"], ["f", "f"]):
+            raise QuantizationError("scales and zero points must be arrays of types f and h, d and q, or f and f, "
+                                    f"not {formats}")
         groups = rows * self.groups_per_row
         for name, given, wanted in (("scales", len(self.scales), groups),
                                     ("zero points", len(self.zero_points), 0 if self.symmetric else groups),
@@ -112,6 +118,8 @@ class QuantizedTensor:
         for i, scale in enumerate(self.scales):
             if not 0.0 < scale < inf:
                 raise QuantizationError(f"scale {i} must be a finite number above 0, not {scale}")
+        if not isfinite(sum(self.zero_points)):  # integers are, and a sum of float32 overflows no double
+            raise QuantizationError("zero points must be finite numbers")
         if self.bits * columns % 8 and any(byte >> 4 for byte in self.packed[self.row_bytes - 1::self.row_bytes]):
             raise QuantizationError(f"a row of {columns} nibbles must end in a high nibble of 0: it holds no number")
         unused = -(2 ** (self.bits - 1))
@@ -144,6 +152,10 @@ class QuantizedTensor:
         """All of it: header, packed codes, scales, zero points. float32 would take 4 * rows * columns."""
         return HEADER_BYTES + len(self.packed) + sum(len(a) * a.itemsize for a in (self.scales, self.zero_points))
 
+    def fingerprint(self) -> bytes:
+        """What two matrices of one shape, bits, group size and kind of grid differ in."""
+        return self.packed + little_endian(self.scales) + little_endian(self.zero_points)
+
     def row_codes(self, r: int) -> list[int]:
         """Row r as stored: its ``columns`` codes. IndexError outside 0 .. rows - 1."""
         rows, columns = self.shape
@@ -154,13 +166,17 @@ class QuantizedTensor:
             data = b"".join([_NIBBLES[self.symmetric][byte] for byte in data])[:columns]  # an odd row leaves one over
         return memoryview(data).cast("b" if self.symmetric else "B").tolist()
 
-    def groups(self, r: int) -> Iterator[tuple[float, int, list[int]]]:
+    def groups(self, r: int) -> Iterator[tuple[float, float, list[int]]]:
         """Row r group by group: (scale, zero point, codes)."""
         codes = self.row_codes(r)
         size = self.group_size or len(codes)
         first = r * self.groups_per_row
         for i, start in enumerate(range(0, len(codes), size), first):
             yield self.scales[i], 0 if self.symmetric else self.zero_points[i], codes[start:start + size]
+
+    def rows(self) -> list[list[float]]:
+        """All rows dequantized, as those of a ``weights.Tensor``: 8 bytes a number and more, so to look at only."""
+        return [self.row(r) for r in range(self.shape[0])]
 
     def row(self, r: int) -> list[float]:
         """Row r dequantized."""
@@ -190,18 +206,36 @@ class QuantizedTensor:
         """The way back. QuantizationError for unknown, missing or malformed keys and for parts that disagree."""
         if not isinstance(document, Mapping) or set(document) != set(_DOCUMENT):
             raise QuantizationError(f"a quantized tensor is an object with exactly the keys {', '.join(_DOCUMENT)}")
+        zeros = document["zero_points"]
+        real = isinstance(zeros, (list, tuple)) and bool(zeros) and all(isinstance(zero, float) for zero in zeros)
         try:
-            parsed = {key: shape.parse(document[key], f"/{key}") for key, shape in _DOCUMENT.items()}
+            shapes = _REAL_ZERO_POINTS if real else _DOCUMENT
+            parsed = {key: shape.parse(document[key], f"/{key}") for key, shape in shapes.items()}
             number_format = parsed.pop("scale_format")
             values = parsed.pop("scales")
             scales = array(number_format, values)
-            zero_points = array(ZERO_POINT_FORMAT[number_format], parsed.pop("zero_points"))
+            zero_points = array("f" if real else ZERO_POINT_FORMAT[number_format], parsed.pop("zero_points"))
             packed = bytes.fromhex(parsed.pop("packed"))
         except (SchemaError, OverflowError, ValueError) as error:
             raise QuantizationError(f"not a quantized tensor: {error}") from None
         if scales.tolist() != list(values):
             raise QuantizationError("scale_format 'f' is for scales that a float32 holds exactly; write 'd'")
         return cls(scales=scales, zero_points=zero_points, packed=packed, **parsed)
+
+
+def stacked_codes(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor | None:
+    """Matrices of equal columns one upon the other, no number changed; None where their forms differ. O(bytes)."""
+    first = tensors[0]
+    forms = {(q.shape[1], q.bits, q.group_size, q.symmetric, q.scales.typecode, q.zero_points.typecode)
+             for q in tensors}
+    if len(forms) > 1:
+        return None
+    scales, zero_points = first.scales[:0], first.zero_points[:0]
+    for q in tensors:
+        scales += q.scales
+        zero_points += q.zero_points  # type: ignore[operator]  # of one typecode
+    return replace(first, shape=(sum(q.shape[0] for q in tensors), first.shape[1]), scales=scales,
+                   zero_points=zero_points, packed=b"".join(q.packed for q in tensors))
 
 
 def quantize(rows: Sequence[Sequence[float]], config: QuantizationConfig,
@@ -242,7 +276,7 @@ def quantize(rows: Sequence[Sequence[float]], config: QuantizationConfig,
 
 def dequantize(q: QuantizedTensor) -> list[list[float]]:
     """All rows as floats, 8 bytes a number and more: to look at, not to compute with."""
-    return [q.row(r) for r in range(q.shape[0])]
+    return q.rows()
 
 
 def matvec(q: QuantizedTensor, x: Sequence[float]) -> list[float]:
@@ -266,6 +300,14 @@ def matvec(q: QuantizedTensor, x: Sequence[float]) -> list[float]:
 
 
 # ------------------------------------------------------------------------------------------- packing, checking
+
+
+def little_endian(numbers: array[Any]) -> bytes:
+    """The numbers as a file has them, on any machine."""
+    if sys.byteorder == "big":
+        numbers = numbers[:]
+        numbers.byteswap()
+    return numbers.tobytes()
 
 
 def _pack_row(codes: list[int], bits: int) -> bytes:

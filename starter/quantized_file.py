@@ -4,7 +4,7 @@ A matrix "w" of R rows, G groups a row and B packed bytes a row is two or three 
 
     w                U8          [R, B]     the packed codes, as ``quantization.py`` draws them
     w.scales         F32, F64    [R, G]
-    w.zero_points    I16, I64    [R, G]     only where asymmetric
+    w.zero_points    I16, I64, F32 [R, G]   only where asymmetric
     __metadata__     "quantized": {"w": {"shape": [R, columns], "bits": 4, "group_size": 32, "symmetric": true}}
 
     write_quantized("tiny.int4.safetensors", {"w": quantize(rows, QuantizationConfig(4))})
@@ -26,7 +26,7 @@ from typing import Any
 
 from .errors import QuantizationError, SchemaError
 from .grids import ZERO_POINT_FORMAT
-from .quantization import QuantizedTensor
+from .quantization import QuantizedTensor, little_endian
 from .safetensors import RawTensor, read_raw, write_raw
 from .shapes import Boolean, Integer, ListOf, MapOf, Nullable, Record, parse_json
 
@@ -93,7 +93,8 @@ def _parts(name: str, q: QuantizedTensor) -> Iterator[tuple[str, RawTensor]]:
     yield name, RawTensor("U8", (rows, q.row_bytes), q.packed)
     for part, numbers in (("scales", q.scales), ("zero_points", q.zero_points)):
         if numbers:
-            yield f"{name}.{part}", RawTensor(_DTYPES[numbers.typecode], (rows, q.groups_per_row), _bytes(numbers))
+            data = little_endian(numbers)
+            yield f"{name}.{part}", RawTensor(_DTYPES[numbers.typecode], (rows, q.groups_per_row), data)
 
 
 def _tensor(name: str, form: _Form, parts: Mapping[str, RawTensor]) -> QuantizedTensor:
@@ -124,10 +125,3 @@ def _numbers(name: str, parts: Mapping[str, RawTensor]) -> array[Any]:
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers
-
-
-def _bytes(numbers: array[Any]) -> bytes:
-    numbers = numbers[:]
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()

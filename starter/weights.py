@@ -35,10 +35,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite, prod, sqrt
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Union
 
 from .errors import SchemaError
 from .schema import ModelConfig
+
+if TYPE_CHECKING:
+    from .quantization import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,13 @@ class Tensor:
         """All values, flat: a 1-D tensor as a list."""
         return self.values.tolist()
 
+    def fingerprint(self) -> bytes:
+        """What two tensors of one shape differ in."""
+        return float32_bytes(self.values)
+
 
 Weights = Mapping[str, Tensor]
+StoredWeights = Mapping[str, Union[Tensor, "QuantizedTensor"]]  # some matrices as the codes that a file holds
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -121,7 +129,7 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 # ------------------------------------------------------------------------------------ checks and fingerprints
 
 
-def check_weights(config: ModelConfig, weights: Weights) -> None:
+def check_weights(config: ModelConfig, weights: StoredWeights) -> None:
     """SchemaError unless ``weights`` are exactly the tensors that the model needs, all finite. O(parameters)."""
     wanted = tensor_shapes(config)
     if missing := [name for name in wanted if name not in weights]:
@@ -132,10 +140,11 @@ def check_weights(config: ModelConfig, weights: Weights) -> None:
     if unexpected := [name for name in weights if name not in wanted]:
         raise SchemaError(f"these tensors belong to no part of the model: {_list(unexpected)}", "/weights")
     for name, shape in wanted.items():
-        if weights[name].shape != shape:
-            given = list(weights[name].shape)
-            raise SchemaError(f"{name} has the shape {given}; the model needs {list(shape)}", "/weights")
-        check_finite(name, weights[name])
+        tensor = weights[name]
+        if tensor.shape != shape:
+            raise SchemaError(f"{name} has the shape {list(tensor.shape)}; the model needs {list(shape)}", "/weights")
+        if isinstance(tensor, Tensor):  # codes have finite scales
+            check_finite(name, tensor)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
@@ -152,12 +161,13 @@ def _list(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def weights_digest(weights: Weights) -> str:
-    """SHA-256, in hexadecimal, of names, shapes and float32 bits: independent of order and of the machine."""
+def weights_digest(weights: StoredWeights) -> str:
+    """SHA-256, in hexadecimal, of names, shapes and float32 bits (or codes and their grids): independent of order and
+    of the machine."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(json.dumps([name, weights[name].shape]).encode())
-        digest.update(float32_bytes(weights[name].values))
+        digest.update(weights[name].fingerprint())
     return digest.hexdigest()
 
 

@@ -95,6 +95,21 @@ class RandomBlocks(unittest.TestCase):
                     self.assertEqual(QuantizedTensor.from_dict(q.to_dict()), q)
                     self.assertEqual(by_definition(kind, to_blocks(kind, q)), values)
 
+    def test_a_minimum_becomes_a_real_zero_point(self) -> None:
+        """Q4_1: the codes as they are (turned around where d is below 0), each number within 2**-23 (|m| + 15 |d|)."""
+        for seed in range(10):
+            with self.subTest(seed=seed):
+                data = random_blocks("Q4_1", random.Random(seed), 12)
+                q = as_quantized_tensor("Q4_1", data, 4, 96)
+                self.assertEqual(QuantizedTensor.from_dict(q.to_dict()), q)
+                self.assertEqual(q.nbytes, 16 + 4 * 48 + 12 * 8)
+                found = [x for row in dequantize(q) for x in row]
+                for block in range(12):
+                    d, m = struct.unpack("<2e", data[20 * block:20 * block + 4])
+                    part = slice(32 * block, 32 * block + 32)
+                    for a, b in zip(found[part], by_definition("Q4_1", data)[part], strict=True):
+                        self.assertLessEqual(abs(a - b), 2.0**-23 * (abs(m) + 15 * abs(d)) * (d != 0.0))
+
     def test_what_llama_cpp_itself_writes_is_symmetric_int8(self) -> None:
         """Its d is max|x| / 127, never negative, and its codes go from -127 to 127: no zero point is stored."""
         dice = random.Random(3)
@@ -126,7 +141,8 @@ class Refused(unittest.TestCase):
             (lambda: dequantize_blocks("Q8_0", data, 63), "63 numbers are no whole blocks of 32"),
             (lambda: dequantize_blocks("Q8_0", data[:-1], 64), "64 numbers in Q8_0 take 68 bytes, not 67"),
             (lambda: dequantize_blocks("F16", data[:7], 4), "4 numbers in F16 take 8 bytes, not 7"),
-            (lambda: as_quantized_tensor("Q4_1", data, 1, 64), "'Q4_1' has not: dequantize it"),
+            (lambda: as_quantized_tensor("F16", data, 1, 34), "only Q8_0, Q4_0, Q4_1 hold codes, not 'F16'"),
+            (lambda: as_quantized_tensor("Q4_1", half(1.0) + half(math.inf) + bytes(16), 1, 32), "zero points must be"),
             (lambda: as_quantized_tensor("Q8_0", data, 4, 16), "16 numbers are no whole blocks"),
             (lambda: as_quantized_tensor("Q8_0", data, 3, 32), "96 numbers in Q8_0 take 102 bytes, not 68"),
             (lambda: as_quantized_tensor("Q8_0", b"", 0, 32), "at least 1 row"),
@@ -145,7 +161,7 @@ class Refused(unittest.TestCase):
             ("Q8_0", [x + 300.0 for x in exact], QuantizationConfig(4, symmetric=False), "-128 to 127 times"),
             ("Q4_0", [0.1 * x for x in exact], QuantizationConfig(4), "a float16 scale, which cannot be 0.1"),
             ("Q4_0", [1e6 * x for x in exact], QuantizationConfig(4), "a float16 scale, which cannot be 1000000"),
-            ("Q4_1", exact, QuantizationConfig(4), "only Q8_0 and Q4_0"),
+            ("Q4_1", exact, QuantizationConfig(4), "a way back to Q8_0 and Q4_0, not to 'Q4_1'"),
         ):
             with self.subTest(message=message), self.assertRaisesRegex(QuantizationError, message):
                 to_blocks(kind, quantize([row], config))

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import random
+import struct
 import unittest
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
-from typing import Any
+from operator import sub
+from typing import Any, ClassVar
 from unittest import mock
 
 from starter import gguf_checkpoint
+from starter.backend import load_backend
 from starter.checkpoint import neighbours
 from starter.errors import EngineError, SchemaError
+from starter.gguf_blocks import FORMATS
 from starter.gguf_checkpoint import read_gguf_checkpoint
+from starter.model import Model
+from starter.quantization import QuantizedTensor
 from starter.rotary import FactorScaling, LinearScaling
 from starter.schema import ModelConfig
 from starter.tokenizer import CharacterTokenizer, CharacterVocabulary
-from starter.weights import Tensor, check_weights, float32_array
+from starter.weights import StoredWeights, Tensor, check_weights, float32_array, weights_digest
+from tests.extras import needs
 from tests.gguf_files import Entry, floats, gguf_file
 from tests.test_gguf import FileCase
 
@@ -58,7 +66,7 @@ class Case(FileCase):
         self.addCleanup(patch.stop)
         patch.start()
 
-    def read(self, given: Mapping[str, Any], entries: Sequence[Entry]) -> tuple[ModelConfig, Mapping[str, Tensor]]:
+    def read(self, given: Mapping[str, Any], entries: Sequence[Entry]) -> tuple[ModelConfig, StoredWeights]:
         self.path.write_bytes(gguf_file(given, entries))
         checkpoint = read_gguf_checkpoint(self.path)
         check_weights(checkpoint.config, checkpoint.weights)
@@ -173,6 +181,75 @@ class WithoutThePackage(FileCase):
               self.assertRaisesRegex(EngineError, r"needs the package tokenizers.*pip install '\.\[checkpoints\]'")):
             read_gguf_checkpoint(self.path)
         self.assertNotIn("tokenizers", vars(gguf_checkpoint))
+
+
+class Codes(Case):
+    """Matrices stay the codes of their blocks; what is computed is what the dequantized file gives."""
+
+    CHANGES: ClassVar = {"embedding_length": 64, "feed_forward_length": 32}
+    SHAPES: ClassVar = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64),
+              "ffn_gate": (32, 64), "ffn_up": (32, 64), "ffn_down": (64, 32)}
+
+    def entries(self, kinds: Mapping[str, str]) -> list[Entry]:
+        dice = random.Random(4)
+
+        def blocks(kind: str, numbers: int) -> bytes:
+            if kind == "F16":
+                return b"".join(struct.pack("<e", dice.gauss(0, 0.1)) for _ in range(numbers))
+            fields = 2 if kind == "Q4_1" else 1
+            return b"".join(struct.pack(f"<{fields}e", *(dice.gauss(0, 0.02) for _ in range(fields)))
+                            + dice.randbytes(FORMATS[kind].nbytes - 2 * fields) for _ in range(numbers // 32))
+
+        matrices = {"token_embd": (5, 64), **{f"blk.{i}.{name}": shape for i in range(2)
+                                              for name, shape in self.SHAPES.items()}}
+        vectors = ["output_norm", *(f"blk.{i}.{name}" for i in range(2) for name in NORMS)]
+        return [(f"{name}.weight", shape, kind := kinds.get(name.split(".")[-1], "Q4_1"), blocks(kind, prod(shape)))
+                for name, shape in matrices.items()] + [
+            (f"{name}.weight", (64,), "F32", floats(*(dice.uniform(0.5, 2.0) for _ in range(64)))) for name in vectors]
+
+    def models(self, architecture: str, kinds: Mapping[str, str], backend: str) -> list[Model]:
+        """With the file's codes, and with its dequantized numbers."""
+        changes = {f"{architecture}.{key}": size for key, size in self.CHANGES.items()}
+        self.path.write_bytes(gguf_file(metadata(architecture, changes), self.entries(kinds)))
+        checkpoints = [read_gguf_checkpoint(self.path, codes=codes) for codes in (True, False)]
+        return [Model(each.config, each.weights, load_backend(backend)) for each in checkpoints]
+
+    def test_they_compute_what_the_dequantized_file_does(self) -> None:
+        for architecture in ("llama", "qwen2"):
+            for kinds, share in (({}, 0.2), ({"token_embd": "Q8_0", "attn_output": "Q8_0"}, 0.25),
+                                 ({"attn_q": "Q4_0", "ffn_down": "F16"}, 0.7)):  # q, k, v of two kinds: floats
+                with self.subTest(architecture=architecture, kinds=kinds):
+                    codes, floats = self.models(architecture, kinds, "reference")
+                    for a, b in zip(codes.forward_uncached([1, 4, 2]), floats.forward_uncached([1, 4, 2]), strict=True):
+                        self.assertAlmostEqual(a, b, delta=1e-4)
+                    self.assertLess(codes.weight_bytes, share * floats.weight_bytes)
+                    for name, rows in codes.parameters().items():
+                        for mine, theirs in zip(rows, floats.parameters()[name], strict=True):
+                            self.assertLess(max(map(abs, map(sub, mine, theirs))), 1e-6)
+
+    def test_in_lanes(self) -> None:
+        codes, floats = self.models("llama", {}, "cpu")
+        for a, b in zip(codes.forward_uncached([1, 4, 2]), floats.forward_uncached([1, 4, 2]), strict=True):
+            self.assertAlmostEqual(a, b, delta=0.01)  # 14 bits a weight, rounded apart
+        self.assertLess(codes.weight_bytes, 0.25 * codes.working_bytes)
+
+    @needs("numpy")
+    def test_on_numpy(self) -> None:
+        codes, floats = self.models("llama", {"token_embd": "Q8_0"}, "numpy")
+        for a, b in zip(codes.forward_uncached([1, 4, 2]), floats.forward_uncached([1, 4, 2]), strict=True):
+            self.assertAlmostEqual(a, b, delta=1e-4)
+        self.assertLess(codes.weight_bytes, 0.25 * floats.weight_bytes)
+
+    def test_the_digest_tells_codes_apart(self) -> None:
+        codes, floats = (read_gguf_checkpoint(self.path, codes=codes).weights for codes in (True, False)
+                         if self.models("llama", {}, "reference"))
+        self.assertNotEqual(weights_digest(codes), weights_digest(floats))
+        name = "model.embed_tokens.weight"
+        q = codes[name]
+        assert isinstance(q, QuantizedTensor)
+        for change in ({"packed": bytes([q.packed[0] ^ 1]) + q.packed[1:]}, {"scales": q.scales[1:] + q.scales[:1]},
+                       {"zero_points": q.zero_points[1:] + q.zero_points[:1]}):
+            self.assertNotEqual(weights_digest({**codes, name: replace(q, **change)}), weights_digest(codes))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from unittest import mock
 
 from starter import InferenceEngine, load_scenario
 from starter.errors import BackendError, EngineError, RequestError, SchemaError
+from starter.gguf_checkpoint import read_gguf_checkpoint
 from starter.loading import load_checkpoint_model, load_scenario_model, quantization_config
 from starter.model import reference_generate
 from starter.safetensors import write_safetensors
@@ -95,8 +96,11 @@ class Checkpoints(unittest.TestCase):
             folder = Path(name)
             for file in ("m.gguf", "any.name"):
                 (folder / file).write_bytes(gguf_file(metadata(), tensors()))
-            for path, wanted in ((folder / "any.name", "any.name"), (folder, "m.gguf")):
-                self.assertEqual(load_checkpoint_model(path, "cpu").about["checkpoint"], wanted)
+            path = folder / "m.gguf"
+            for given, wanted in ((folder / "any.name", "any.name"), (folder, "m.gguf")):
+                self.assertEqual(load_checkpoint_model(given, "cpu").about["checkpoint"], wanted)
+            stored = load_checkpoint_model(folder, "cpu", "stored")
+            self.assertEqual(stored.about["weights_sha256"], weights_digest(read_gguf_checkpoint(path).weights))  # F32
             (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
             write_safetensors(folder / "model.safetensors", STORED)
             said: list[str] = []
@@ -104,6 +108,8 @@ class Checkpoints(unittest.TestCase):
             self.assertEqual((loaded.about["checkpoint"], loaded.tokenizer), (folder.resolve().name, tokenizer))
             self.assertEqual(loaded.about["weights_sha256"], weights_digest(WEIGHTS))
             self.assertIn("into backend cpu", said[-1])
+            with self.assertRaisesRegex(RequestError, "'stored' keeps the codes of a GGUF file"):
+                load_checkpoint_model(folder, "cpu", "stored")
             with InferenceEngine.from_checkpoint(str(folder), "reference") as engine:
                 self.assertEqual(engine.generate([[1, 3]], 6), [reference_generate(engine.model, [1, 3], 6)])
 
