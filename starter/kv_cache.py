@@ -168,6 +168,7 @@ class KVCacheManager:
         them, short of the last token; ``length`` says how many are there. OutOfPagesError if the pool cannot hold
         them now, PoolTooSmallError (both that and a CapacityError) if it never could.
         """
+        _check_id(request_id)
         if isinstance(token_count, bool) or not isinstance(token_count, int) or token_count < 0:
             raise RequestError(f"token_count must be an integer from 0, not {token_count!r}")
         needed = self.pages_for(token_count)
@@ -204,6 +205,7 @@ class KVCacheManager:
     def fork(self, handle: KVHandle, request_id: str) -> KVHandle:
         """A second table over the same tokens. Pages that hold tokens are shared until one side writes. O(pages)."""
         parent = self._resident(handle)
+        _check_id(request_id)
         shared = parent.pages[:self.pages_for(parent.length)]
         for page in shared:
             self._pool.share(page)
@@ -286,8 +288,9 @@ class KVCacheManager:
     def read(self, handle: KVHandle, position: int) -> tuple[Sequence[float], Sequence[float]]:
         """Key and value of a stored position. IndexError outside 0 .. length - 1."""
         table = self._table(handle)
-        if not 0 <= position < table.length:
-            raise IndexError(f"position {position} of {handle.request_id} is not stored; stored: {table.length} tokens")
+        if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < table.length:
+            raise IndexError(f"position {position!r} of {handle.request_id} is not stored; stored: "
+                             f"{table.length} tokens")
         if table.host_pages is not None:
             return self.host_store.read(*self._slot(table.host_pages, position))
         return self.store.read(*self._slot(table.pages, position))
@@ -432,3 +435,8 @@ class KVCacheManager:
         self._pool.drop(source)
         self._counts["copies"] += 1
         self._observer("copy", table.request_id, (source, target))
+
+
+def _check_id(request_id: object) -> None:
+    if not isinstance(request_id, str):
+        raise RequestError(f"request_id must be a string, not {request_id!r}")

@@ -276,6 +276,8 @@ def quantize(rows: Sequence[Sequence[float]], config: QuantizationConfig,
 
 def dequantize(q: QuantizedTensor) -> list[list[float]]:
     """All rows as floats, 8 bytes a number and more: to look at, not to compute with."""
+    if not isinstance(q, QuantizedTensor):
+        raise QuantizationError(f"a QuantizedTensor is wanted, as quantize() returns it, not {describe(q)}")
     return q.rows()
 
 
@@ -349,6 +351,8 @@ def _checked_importance(importance: Sequence[float] | None, columns: int, config
 
 def _checked_rows(rows: Sequence[Sequence[float]]) -> list[list[float]]:
     """The matrix as lists of floats; QuantizationError names the first row or number that cannot be one."""
+    if not hasattr(rows, "__iter__"):
+        raise QuantizationError(f"a sequence of rows is wanted, not {describe(rows)}")
     matrix: list[list[float]] = []
     for r, row in enumerate(rows):
         if not hasattr(row, "__iter__"):

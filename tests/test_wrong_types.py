@@ -51,6 +51,17 @@ def new_scheduler(**arguments: object) -> None:
     scheduler.step(4)
 
 
+def of_a_manager(method: str, **arguments: object) -> object:
+    """A method of a manager with one table, of one token; pages are conserved whatever it says."""
+    kv = starter.KVCacheManager(num_pages=4, page_size=2, width=1)
+    handle = kv.allocate("r", 1)
+    kv.append(handle, [1.0], [2.0])
+    try:
+        return getattr(kv, method)(**{"handle": handle, **arguments} if method != "allocate" else arguments)
+    finally:
+        kv.check()
+
+
 CALLS: tuple[tuple[str, Callable[..., object], Arguments, type[Exception]], ...] = (
     ("load_scenario", starter.load_scenario, {"path": FIXTURE}, SchemaError),
     ("from_scenario", starter.InferenceEngine.from_scenario,
@@ -78,6 +89,15 @@ CALLS: tuple[tuple[str, Callable[..., object], Arguments, type[Exception]], ...]
     ("scheduler.cancel", partial(of_a_scheduler, "cancel"), {"request_id": "r"}, UnknownRequestError),
     ("scheduler.finish", lambda request_id: of_a_scheduler("finish", request_id=request_id, reason="stop"),
      {"request_id": "r"}, UnknownRequestError),
+    ("kv.allocate", partial(of_a_manager, "allocate"), {"request_id": "s", "token_count": 2}, RequestError),
+    ("kv.append", partial(of_a_manager, "append"), {"key": [1.0], "value": [2.0]}, RequestError),
+    ("kv.read", partial(of_a_manager, "read"), {"position": 0}, IndexError),
+    ("kv.fork", partial(of_a_manager, "fork"), {"request_id": "s"}, RequestError),
+    *((f"kv.{method}", partial(of_a_manager, method), {"handle": None}, starter.StaleHandleError)
+      for method in ("length", "pages", "release")),
+    ("quantize", starter.quantize, {"rows": [[1.0]], "config": starter.QuantizationConfig()},
+     starter.QuantizationError),
+    ("dequantize", starter.dequantize, {"q": None}, starter.QuantizationError),
     ("Request", starter.Request,
      {"request_id": "r", "prompt_tokens": [1], "max_tokens": 3, "arrival": 0.0, "priority": 0,
       "sampling": starter.SamplingParams(), "stop_tokens": (), "cache_salt": None}, RequestError),
