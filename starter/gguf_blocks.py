@@ -25,19 +25,17 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from itertools import chain
 from operator import add, mul
 from typing import NamedTuple, Union
 
 from .errors import QuantizationError
 from .quantization import QuantizedTensor, ZeroPoints
-from .weights import float32_array
+from .weights import float16_array, float32_array
 
 Data = Union[bytes, bytearray, memoryview]
 
 BLOCK = 32
 _LARGEST_HALF = 65_504.0
-_PIECE = 65_536  # bytes of float16 unpacked at a time: as Python floats they take 16 times as many
 
 
 class BlockFormat(NamedTuple):
@@ -75,8 +73,7 @@ def dequantize_blocks(kind: str, data: Data, count: int) -> array[float]:
         wide[2::4], wide[3::4] = data[0::2], data[1::2]
         return float32_array(wide)
     if kind == "F16":
-        return array("f", chain.from_iterable(
-            _halves(data[start:start + _PIECE]) for start in range(0, len(data), _PIECE)))
+        return float16_array(data)
     scales = _field(kind, data, 0)
     values = array("f", bytes(4 * count))
     for j, column in enumerate(_columns(kind, data)):

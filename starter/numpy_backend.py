@@ -52,7 +52,7 @@ class NumpyBackend:
             return PackedMatrix(tensor)
         if quantization:
             return PackedMatrix(quantize(tensor.rows(), quantization, importance))
-        return np.array(tensor.values, dtype=np.float32).reshape(tensor.shape).T.copy()
+        return np.frombuffer(tensor.values, dtype=np.float32).reshape(tensor.shape).T.copy()
 
     def vector(self, tensor: Tensor) -> Array:
         return np.array(tensor.values, dtype=np.float32)

@@ -29,7 +29,16 @@ from typing import BinaryIO, NamedTuple
 
 from .errors import SchemaError
 from .shapes import Choice, Integer, ListOf, MapOf, Record, Text, parse_json, pointer
-from .weights import Tensor, Weights, check_finite, float32_array, float32_bytes, open_checkpoint, replace_file
+from .weights import (
+    Tensor,
+    Weights,
+    check_finite,
+    float16_array,
+    float32_array,
+    float32_bytes,
+    open_checkpoint,
+    replace_file,
+)
 
 MAX_HEADER_BYTES = 1024 * 1024  # about 10,000 tensors
 
@@ -48,10 +57,6 @@ def _encode_f16(values: array[float]) -> bytes:
     return struct.pack(f"<{len(values)}e", *values)  # struct rounds to nearest, ties to even
 
 
-def _decode_f16(raw: bytes) -> array[float]:
-    return array("f", struct.unpack(f"<{len(raw) // 2}e", raw))
-
-
 def _encode_bf16(values: array[float]) -> bytes:
     # bfloat16 is the upper half of a float32. Adding half a unit, less one bit where the upper half is even, and
     # cutting off rounds to nearest, ties to even; the carry may run into the exponent, where it is right too.
@@ -67,7 +72,7 @@ def _decode_bf16(raw: bytes) -> array[float]:
 
 _DTYPES = {
     "F32": _Dtype(4, inf, float32_bytes, float32_array),
-    "F16": _Dtype(2, 65_520.0, _encode_f16, _decode_f16),
+    "F16": _Dtype(2, 65_520.0, _encode_f16, float16_array),
     "BF16": _Dtype(2, 2.0**128 - 2.0**119, _encode_bf16, _decode_bf16),
 }
 _SIZES = {**{name: form.size for name, form in _DTYPES.items()}, "F64": 8, "I64": 8, "I16": 2, "U8": 1}

@@ -28,6 +28,7 @@ import hashlib
 import json
 import os
 import random
+import struct
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,6 +43,8 @@ from .schema import ModelConfig
 
 if TYPE_CHECKING:
     from .quantization import QuantizedTensor
+
+_PIECE = 65_536  # bytes of float16 unpacked at a time
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,15 @@ def float32_array(raw: bytes | bytearray) -> array[float]:
     values.frombytes(raw)
     if sys.byteorder == "big":
         values.byteswap()
+    return values
+
+
+def float16_array(raw: bytes | bytearray | memoryview) -> array[float]:
+    """Little-endian float16 as float32, some at a time: as Python floats they take 16 times as many bytes."""
+    values = array("f")
+    for start in range(0, len(raw), _PIECE):
+        part = raw[start:start + _PIECE]
+        values.extend(struct.unpack(f"<{len(part) // 2}e", part))
     return values
 
 
