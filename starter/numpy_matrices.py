@@ -1,22 +1,25 @@
 """Optional · A quantized matrix that stays packed in memory: a tile of it at a time becomes floats (extra ``numpy``).
 
-    codes [columns, rows]                    room [columns, some rows]
-    +------+------+------+------+            +------+
-    | int8 | int8 | int8 | int8 |   ------>  | float|   x @ room -> some columns of the result
-    +------+------+------+------+            +------+
-             this tile                       the next tile takes its place, so it stays in the cache
+    codes [rows, columns]               room [some rows, columns]
+    +------+------+------+------+       +------+------+------+------+
+    | int8 | int8 | int8 | int8 |  -->  | float| float| float| float|   x @ room.T -> some columns of the result
+    +------+------+------+------+       +------+------+------+------+
+    |  the next tile ...        |       the next tile takes its place, so it stays in the cache
 
-NumPy multiplies floats, so every product turns every code into a float again. What this saves is memory, not time: the
-product of a single row takes several times as long as with float weights. The rows of a batch share a tile, so the
-larger the batch, the smaller the loss.
+NumPy multiplies floats, so every product turns every code into a float again. A group's scale and zero point are the
+same for all its codes, so they leave the sum (as in ``quantization.matvec``),
 
-The numbers are those of ``quantization.dequantize``. As there in ``matvec``, a zero point leaves the sum,
+    sum(scale * (code - zero) * x)  =  scale * (sum(code * x) - zero * sum(x))
 
-    sum(scale * (code - zero) * x)  =  sum(scale * code * x)  -  scale * zero * sum(x)
+and the codes become floats without being multiplied by anything: one product for each group, then one scale for each
+product. With many rows of x those products are more numbers than the codes, and the scales go into the tile instead.
 
-so that codes are multiplied by their scale and nothing else. int4 codes are kept as 0 .. 15 in any case (a symmetric
-one is moved up by 8, which is its zero point then), two a byte: column c in the low nibble, column c + half in the
-high one, because two halves unpack faster than neighbours.
+What this saves is memory, not time: a product of one row takes about twice as long as with float weights (with int4 a
+little more than with int8), and the rows of a batch share a tile, so that the loss shrinks as the batch grows.
+``scripts/bench.py --suite ladder`` measures it in whole runs.
+
+int4 codes are kept as 0 .. 15 (a symmetric one is moved up by 8, which is its zero point then), two a byte: column c in
+the low nibble, column c + half in the high one, because two halves unpack faster than neighbours.
 """
 
 from __future__ import annotations
@@ -32,26 +35,27 @@ Array = Any  # numpy.ndarray
 Rows = Union[slice, Array]
 
 TILE = 128 * 1024  # numbers in a tile: half a megabyte of float32
+FEW = 40  # rows of x up to which a product for each group is the faster way
 _rooms = local()  # of each thread: where its tile is made; a new array for each would cost page faults
 
 
 class PackedMatrix:
-    """A ``QuantizedTensor``, transposed, as arrays. Computes in float32, or where the scales need it in float64."""
+    """A ``QuantizedTensor`` as arrays. Computes in float32, or where the scales need it in float64."""
 
     def __init__(self, tensor: QuantizedTensor) -> None:
         self.shape, self.bits = tensor.shape, tensor.bits
-        self.group_size = tensor.group_size or tensor.shape[1]
         rows, columns = tensor.shape
-        codes = np.frombuffer(tensor.packed, dtype=np.uint8).reshape(rows, -1).T
+        self.groups, self.group_size = tensor.groups_per_row, min(tensor.group_size or columns, columns)
+        codes = np.frombuffer(tensor.packed, dtype=np.uint8).reshape(rows, -1)
         if tensor.bits == 4:
             codes = _halves(codes, columns, flip=8 if tensor.symmetric else 0)
         elif tensor.symmetric:
             codes = codes.view(np.int8)
-        self.codes = np.ascontiguousarray(codes)
-        self.scales = np.ascontiguousarray(np.array(tensor.scales).reshape(rows, -1).T)  # [groups, rows]
+        self.codes = codes                                                              # [rows, bytes]
+        self.scales = np.array(tensor.scales).reshape(rows, -1).T.copy()                # [groups, rows]
         self.zero_points = None  # where all are 0
         if not tensor.symmetric:
-            self.zero_points = np.ascontiguousarray(np.array(tensor.zero_points).reshape(rows, -1).T)
+            self.zero_points = np.array(tensor.zero_points).reshape(rows, -1).T.copy()
         elif tensor.bits == 4:
             self.zero_points = np.array([[8]], dtype=np.int16)
 
@@ -63,48 +67,64 @@ class PackedMatrix:
     def times(self, x: Array) -> Array:
         """x [T, columns] times the transposed matrix -> float32 [T, rows]."""
         rows, columns = self.shape
+        by_group = self._by_group(x)
+        multiply = self._grouped if len(x) <= FEW or self.groups == 1 else self._scaled
         step = max(1, TILE // columns)
         out = np.empty((len(x), rows), dtype=np.float32)
         for start in range(0, rows, step):
             part = slice(start, start + step)
-            out[:, part] = x @ self._scaled(part)
+            out[:, part] = multiply(part, by_group)
         if self.zero_points is not None:
-            sums = np.add.reduceat(x, range(0, columns, self.group_size), axis=1)   # [T, groups]
-            out -= sums @ (self.scales * self.zero_points)
+            out -= by_group.sum(axis=1).T @ (self.scales * self.zero_points)
         return out
 
     def rows(self, index: Rows) -> Array:
         """Some rows, dequantized: float32 [rows, columns]."""
-        numbers = self._scaled(index)
+        numbers = self._floats(self.codes[index])                                       # [rows, groups, group size]
         if self.zero_points is not None:
-            zero_points = np.broadcast_to(self.zero_points, self.scales.shape)
-            numbers -= self._of_columns(self.scales[:, index] * zero_points[:, index])
-        return np.array(numbers.T, dtype=np.float32, order="C")
+            numbers -= np.broadcast_to(self.zero_points, self.scales.shape)[:, index].T[:, :, None]
+        numbers *= self.scales[:, index].T[:, :, None]
+        return numbers.reshape(len(numbers), -1)[:, :self.shape[1]].astype(np.float32)
 
-    def _scaled(self, index: Rows) -> Array:
-        """scale * code of some rows, [columns, rows], until this thread's next call."""
-        codes, scales = self.codes[:, index], self.scales[:, index]
-        numbers = _room((self.shape[1], scales.shape[1]), scales.dtype)
+    def _by_group(self, x: Array) -> Array:
+        """[T, columns] -> [groups, group size, T], zeros where the last group is shorter."""
+        padded = np.zeros((len(x), self.groups * self.group_size), dtype=self.scales.dtype)
+        padded[:, :self.shape[1]] = x
+        return padded.reshape(len(x), self.groups, -1).transpose(1, 2, 0).copy()
+
+    def _grouped(self, part: slice, x: Array) -> Array:
+        """Products of the codes for each group, then scaled: [T, some rows]."""
+        products = np.matmul(self._floats(self.codes[part]).transpose(1, 0, 2), x)      # [groups, some rows, T]
+        products *= self.scales[:, part, None]
+        return products.sum(axis=0).T
+
+    def _scaled(self, part: slice, x: Array) -> Array:
+        """The same with scaled codes and one product."""
+        numbers = self._floats(self.codes[part])
+        numbers *= self.scales[:, part].T[:, :, None]
+        return (numbers.reshape(len(numbers), -1) @ x.reshape(-1, x.shape[2])).T
+
+    def _floats(self, codes: Array) -> Array:
+        """Some rows of codes as floats [rows, groups, group size], zeros where the last group is shorter. They lie in
+        the room, until this thread's next call."""
+        columns, width = self.shape[1], self.groups * self.group_size
+        half = codes.shape[1]
+        room = _room((len(codes), max(width, 2 * half if self.bits == 4 else 0)), self.scales.dtype)
         if self.bits == 4:
-            half = len(codes)
-            np.copyto(numbers[:half], codes & 15)
-            np.copyto(numbers[half:], codes[:self.shape[1] - half] >> 4)
+            np.copyto(room[:, :half], codes & 15)
+            np.copyto(room[:, half:2 * half], codes >> 4)
         else:
-            np.copyto(numbers, codes)
-        numbers *= self._of_columns(scales)
-        return numbers
-
-    def _of_columns(self, numbers: Array) -> Array:
-        """One number for each group -> one for each column."""
-        return numbers.repeat(self.group_size, axis=0)[:self.shape[1]] if len(numbers) > 1 else numbers
+            np.copyto(room[:, :columns], codes)
+        room[:, columns:] = 0.0
+        return room[:, :width].reshape(len(codes), self.groups, self.group_size)
 
 
 def _halves(packed: Array, columns: int, flip: int) -> Array:
-    """Nibbles of neighbouring columns [bytes, rows] -> of the two halves; ``flip`` 8 turns -8 .. 7 into 0 .. 15."""
-    nibbles = np.stack((packed & 15, packed >> 4), axis=1).reshape(-1, packed.shape[1])[:columns] ^ flip
+    """Nibbles of neighbouring columns [rows, bytes] -> of the two halves; ``flip`` 8 turns -8 .. 7 into 0 .. 15."""
+    nibbles = np.stack((packed & 15, packed >> 4), axis=2).reshape(len(packed), -1)[:, :columns] ^ flip
     half = (columns + 1) // 2
-    low, high = nibbles[:half], np.zeros_like(nibbles[:half])
-    high[:columns - half] = nibbles[half:]
+    low, high = nibbles[:, :half], np.zeros((len(packed), half), dtype=np.uint8)
+    high[:, :columns - half] = nibbles[:, half:]
     return low | high << 4
 
 

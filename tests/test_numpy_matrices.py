@@ -56,8 +56,10 @@ class PackedMatrixTest(unittest.TestCase):
         self.assertEqual(first.tolist(), as_it_was)
 
     def test_products_in_tiles_of_any_size(self) -> None:
-        for seed, (config, tile) in enumerate(product(FORMATS, (1, 25, 10_000))):
-            with self.subTest(seed=seed, config=config, tile=tile), mock.patch.object(self.module, "TILE", tile):
+        """And with few rows of x or many, which are multiplied in two ways."""
+        for seed, (config, tile, few) in enumerate(product(FORMATS, (1, 25, 10_000), (0, 2))):
+            with (self.subTest(seed=seed, config=config, tile=tile, few=few),
+                  mock.patch.multiple(self.module, TILE=tile, FEW=few)):
                 dice = random.Random(seed)
                 tensor = random_tensor(dice, config)
                 x = [[dice.gauss(0, 1) for _ in range(tensor.shape[1])] for _ in range(dice.randint(1, 3))]
