@@ -68,6 +68,9 @@ class Backend(Protocol):
 
     name: str
 
+    # A backend with a device of its own may have ``expect(weights, quantization)``, which is told what will be loaded,
+    # and refuses what does not fit before the first of it is.
+
     def matrix(self, tensor: Tensor | QuantizedTensor, quantization: QuantizationConfig | None,
                importance: Sequence[float] | None = None) -> Matrix:
         """Take a 2-D tensor [rows, columns] into the backend's own form, quantized where a config is given, with an
@@ -88,7 +91,8 @@ class Backend(Protocol):
     def kv_store(self, model: ModelConfig, num_pages: int, page_size: int, bounds: Sequence[KVBounds] = (),
                  kv_quantization: str | None = None) -> KVStore:
         """Storage for the keys and values of num_pages * page_size tokens, as floats or as "int8"
-        (``int8_pages.py``); ``bounds``, one for each layer, say how large the numbers can become."""
+        (``int8_pages.py``); ``bounds``, one for each layer, say how large the numbers can become. A backend whose
+        pages lie on a device has ``host_kv_store``, too, with the same arguments, for pages that are swapped out."""
 
     def embed(self, table: Matrix, tokens: Sequence[int]) -> Hidden:
         """Rows of the table: [T] token numbers -> [T, D]."""

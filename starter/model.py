@@ -66,6 +66,8 @@ class Model:
         check_weights(config, weights)
         self.config, self.backend, self.quantization = config, backend, quantization
         self._importance = importance or {}
+        if expect := getattr(backend, "expect", None):  # a device has only so much memory
+            expect(weights, quantization)
         self._loaded: dict[tuple[str, ...], Any] = {}  # what the backend made of one tensor, or of several stacked
         self._rows = {name: tensor.shape[0] for name, tensor in weights.items()}
         self.embedding = self._load(weights, "model.embed_tokens.weight")
@@ -116,9 +118,13 @@ class Model:
         batch = Batch.of([Piece(tokens, start=0, pages=(0,), wants_logits=True)], page_size=len(tokens))
         return list(self.forward(batch, store)[0])
 
-    def new_store(self, num_pages: int, page_size: int, kv_quantization: str | None = None) -> KVStore:
-        """Empty storage for keys and values of this model's shape."""
-        return self.backend.kv_store(self.config, num_pages, page_size, self.kv_bounds, kv_quantization)
+    def new_store(self, num_pages: int, page_size: int, kv_quantization: str | None = None,
+                  host: bool = False) -> KVStore:
+        """Empty storage for keys and values of this model's shape; ``host``: for pages that are swapped out, which a
+        backend with a device of its own keeps beside it."""
+        make = getattr(self.backend, "host_kv_store", self.backend.kv_store) if host else self.backend.kv_store
+        store: KVStore = make(self.config, num_pages, page_size, self.kv_bounds, kv_quantization)
+        return store
 
     def parameters(self) -> dict[str, list[list[float]]]:
         """All weights as plain floats by checkpoint name (dequantized; a vector becomes a one-row matrix)."""

@@ -16,8 +16,8 @@ def make_cache(model: Model, settings: EngineSettings,
     num_pages = settings.num_pages if settings.kv_budget_bytes is None else pages_within(
         settings.kv_budget_bytes, model, settings)
     host_pages = settings.host_pages if settings.preemption == "swap" else 0
-    store, host_store = (model.new_store(pages, settings.page_size, settings.kv_quantization)
-                         for pages in (num_pages, host_pages))
+    store, host_store = (model.new_store(pages, settings.page_size, settings.kv_quantization, host)
+                         for pages, host in ((num_pages, False), (host_pages, True)))
     return KVCacheManager(num_pages, settings.page_size, model.config.layers * model.config.kv_width,
                           settings.prefix_sharing, store, host_pages, host_store, observer)
 

@@ -207,7 +207,8 @@ class ParallelModel(Model):
             self._told.append(member)
             member.close()
 
-    def new_store(self, num_pages: int, page_size: int, kv_quantization: str | None = None) -> ParallelStore:
+    def new_store(self, num_pages: int, page_size: int, kv_quantization: str | None = None,
+                  host: bool = False) -> ParallelStore:
         """Empty storage; the other processes make theirs when they first use it."""
         key = next(_numbers), num_pages, page_size, kv_quantization
         store = ParallelStore(self.crew, key, self._here.store(key))

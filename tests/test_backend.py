@@ -63,7 +63,7 @@ class LoadTest(unittest.TestCase):
 
     def test_what_is_no_backend(self) -> None:
         for name in ("gpu", "CPU", "", "numpy ", "../cpu_backend"):
-            with self.subTest(name=name), self.assertRaisesRegex(BackendError, "'cpu', 'numpy', 'auto'"):
+            with self.subTest(name=name), self.assertRaisesRegex(BackendError, "'cpu', 'numpy', 'cuda', 'auto'"):
                 load_backend(name)
         for thing in (None, 5, object(), b"cpu", {"name": "cpu"}):
             with self.subTest(thing=thing), self.assertRaisesRegex(BackendError, "is no backend: it has no matrix, "):

@@ -233,7 +233,7 @@ class Codes(Case):
             self.assertAlmostEqual(a, b, delta=0.01)  # 14 bits a weight, rounded apart
         self.assertLess(codes.weight_bytes, 0.25 * codes.working_bytes)
 
-    @needs("numpy")
+    @needs("numpy", "numpy")
     def test_on_numpy(self) -> None:
         codes, floats = self.models("llama", {"token_embd": "Q8_0"}, "numpy")
         for a, b in zip(codes.forward_uncached([1, 4, 2]), floats.forward_uncached([1, 4, 2]), strict=True):

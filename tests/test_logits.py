@@ -40,7 +40,7 @@ class LogitsTest(unittest.TestCase):
                 self.assertEqual(sample(wrong, params, Draws(SamplingParams(), "r", 0, 1)).token, 1)
 
 
-@needs("numpy")
+@needs("numpy", "numpy")
 class NumpyTest(unittest.TestCase):
     def setUp(self) -> None:
         import numpy as np
