@@ -84,7 +84,9 @@ def broken_promises(variant, failed):
     if not variant.says:
         return [f"{variant.name} is right, but fails {test}: {outcome.message}" for test, outcome in failed.items()]
     passed = [f"{variant.name} passes {test}" for test in variant.meant if test not in failed]
-    return passed + [f"{variant.name}: {test} does not say {variant.says!r}, but: {failed[test].message}"
+    broken = [f"{variant.name} does not fit the engine any more: {failed[test].message}" for test in variant.meant
+              if test in failed and re.search("happened: (Attribute|Name)Error", failed[test].message)]
+    return passed + broken + [f"{variant.name}: {test} does not say {variant.says!r}, but: {failed[test].message}"
                      for test in variant.meant if test in failed and not re.search(variant.says, failed[test].message)]
 
 

@@ -47,7 +47,7 @@ def cancel_sets_a_flag_only(patch):
             self.stream.events[-1] = replace(event, finish_reason="cancelled")
         return event
 
-    patch(InferenceEngine, "cancel", lambda self, request_id: cancelled.add(self._find(request_id)))
+    patch(InferenceEngine, "cancel", lambda self, request_id: cancelled.add(self._requests.find(request_id)))
     patch(Sample, "add", add)
 
 
