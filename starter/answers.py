@@ -50,6 +50,8 @@ class Answers:
             return row
         stream, request = sample_.stream, sample_.stream.request
         try:
+            if request.sampling.plain:  # as nearly always: nothing but the row matters
+                return [sample(row, request.sampling, each.draws) for each in stream.due(sample_)]
             return [sample(row, request.sampling, each.draws, request.prompt_tokens,
                            each.tokens[len(request.prompt_tokens):], self._end_tokens(request))
                     for each in stream.due(sample_)]
@@ -58,7 +60,7 @@ class Answers:
 
     def _end_tokens(self, request: Request) -> tuple[int, ...]:
         eos = () if request.sampling.ignore_eos else self._eos_tokens
-        return (*eos, *request.stop_tokens)
+        return (*eos, *request.stop_tokens) if request.stop_tokens else eos
 
     def _emit_all(self, first: Sample, choices: list[Choice]) -> None:
         """A sample's next token; after the prompt, the other samples start from the same pages with theirs."""

@@ -256,10 +256,14 @@ class KVCacheManager:
         if self._pool.shared and self._shared_among(table, table.length, token_count):
             raise RequestError(f"{table.request_id} shares the page it would fill; reserve() the positions first")
         self._misses += token_count - table.length  # an attribute: this is the hot path
-        for i in range(table.length // self.page_size, self.pages_for(token_count)):
-            self._pool.set_fill(table.pages[i], min(self.page_size, token_count - i * self.page_size))
-        for page in table.pages[table.length // self.page_size:token_count // self.page_size]:
-            self.store.settle(page)
+        last, filled = divmod(token_count, self.page_size)
+        if filled and last == table.length // self.page_size:  # within one page, as nearly always while decoding
+            self._pool.set_fill(table.pages[last], filled)
+        else:
+            for i in range(table.length // self.page_size, self.pages_for(token_count)):
+                self._pool.set_fill(table.pages[i], min(self.page_size, token_count - i * self.page_size))
+            for page in table.pages[table.length // self.page_size:last]:
+                self.store.settle(page)
         table.length = token_count
         if self.prefix_sharing and tokens is not None:
             self._publish(table, tokens)

@@ -175,7 +175,7 @@ class MetricsCollector:
     model_name: str = ""
     lives: dict[str, _Life] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
-    planned: Counter[str] = field(default_factory=Counter)  # what the last step adds to them, unless it is abandoned
+    planned: dict[str, int] = field(default_factory=dict)  # what the last step adds to them, unless it is abandoned
     samples: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in BOUNDS if name != "itl"})
     buckets: dict[str, list[int]] = field(
         default_factory=lambda: {name: [0] * (len(bounds) + 1) for name, bounds in BOUNDS.items()})
@@ -229,17 +229,18 @@ class MetricsCollector:
             life.running = life.admitted = True
         for request in event["preempted"]:
             self.lives[request].running = False
-        self.planned = Counter(steps=1, computed=event["computed"])
+        self.planned = {"steps": 1, "computed": event["computed"]}
         if event["chunks"]:
-            self.planned.update(scheduled=sum(count for _, _, count, _ in event["chunks"]), offered=event["budget"],
-                                empty_slots=event["empty_slots"], busy_steps=1)
+            self.planned |= {"scheduled": sum(count for _, _, count, _ in event["chunks"]), "offered": event["budget"],
+                             "empty_slots": event["empty_slots"], "busy_steps": 1}
             self.peak_empty = max(self.peak_empty, event["empty_slots"])
-        self.counts.update(self.planned)
+        for name, number in self.planned.items():  # as Counter.update, without its checks
+            self.counts[name] += number
 
     def _on_abandon(self, event: Event) -> None:
         if self.planned:
             self.counts.subtract(self.planned)
-            self.planned = Counter()
+            self.planned = {}
             self.active.pop()
 
     def _on_pages(self, event: Event) -> None:

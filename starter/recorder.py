@@ -45,7 +45,7 @@ class Recorder:
     def event(self, event: str, **fields: object) -> None:
         """Any event."""
         if self._held_back is None:
-            self._append(event, fields)
+            self.timeline.record(event, self.steps, self.clock(), **fields)
         else:
             self._held_back.append((event, fields))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from .errors import CapacityError, RequestError
@@ -106,6 +107,12 @@ class SamplingParams:
         if not isinstance(stops, Sequence) or not all(isinstance(stop, str) and stop for stop in stops):
             raise RequestError(f"stop must be strings that are not empty, not {self.stop!r}; no stop string is []")
         object.__setattr__(self, "stop", tuple(stops))
+
+    @cached_property
+    def plain(self) -> bool:
+        """Greedy, and nothing but the likeliest token matters."""
+        return not (self.temperature or self.min_tokens or self.logit_bias or self.presence_penalty
+                    or self.frequency_penalty) and self.repetition_penalty == 1.0 and self.logprobs is None
 
     @property
     def bias(self) -> tuple[tuple[int, float], ...]:

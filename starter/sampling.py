@@ -68,7 +68,7 @@ def sample(logits: Sequence[float], params: SamplingParams, draws: Draws, prompt
     One number is drawn for every sampled token, none for a greedy one.
     """
     if isinstance(logits, Logits):
-        if params.temperature == 0.0 and params.logprobs is None and not _adjusts(params, generated):
+        if params.plain:
             return Choice(logits.best, logits.logprob)
         logits = list(logits)
     highest = _highest(logits, "the logits")
@@ -111,7 +111,8 @@ def adjust(logits: Sequence[float], params: SamplingParams, prompt: Sequence[int
                  (Keskar et al. 2019, "CTRL")
     presence     subtracted once from tokens in the output; frequency as often as they stand there (OpenAI's API)
     """
-    if not _adjusts(params, generated):
+    if len(generated) >= params.min_tokens and not (params.logit_bias or params.repetition_penalty != 1.0
+                                                    or params.presence_penalty or params.frequency_penalty):
         return logits  # as nearly always; a vocabulary is long
     adjusted = list(logits)
     for token, bias in params.bias:
@@ -127,11 +128,6 @@ def adjust(logits: Sequence[float], params: SamplingParams, prompt: Sequence[int
         for token in end_tokens:
             adjusted[token] = -inf
     return adjusted
-
-
-def _adjusts(params: SamplingParams, generated: Sequence[int]) -> bool:
-    return bool(len(generated) < params.min_tokens or params.logit_bias or params.repetition_penalty != 1.0
-                or params.presence_penalty or params.frequency_penalty)
 
 
 def _draw(logits: Sequence[float], highest: float, params: SamplingParams, draws: Draws) -> int:

@@ -22,6 +22,8 @@ class StopStrings:
 
     def push(self, text: str) -> tuple[str, bool]:
         """More text -> what may be shown now, and whether a stop string was completed."""
+        if not self._stops:
+            return text, False
         text = self._held + text
         ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:

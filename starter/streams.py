@@ -51,21 +51,18 @@ class Sample:
 
     def add(self, choice: Choice, ends: bool, step: int, time: float) -> TokenEvent:
         """Append a generated token. ``ends``: it is an end or stop token. Decides whether the sample is finished."""
-        request = self.stream.request
-        index = self.generated
-        self.tokens.append(choice.token)
+        request, token = self.stream.request, choice.token
+        index = len(self.tokens) - len(request.prompt_tokens)
+        self.tokens.append(token)
         self.draws.accept()
-        text = self.decoder.push(choice.token)
-        generated = index + 1
-        if generated > request.sampling.min_tokens:
+        text, stopped = self.decoder.push(token), False
+        if index >= request.sampling.min_tokens:
             text, stopped = self.stops.push(text)
-        else:
-            stopped = False
-        reason = "stop" if ends or stopped else "length" if generated == request.max_tokens else None
+        reason = "stop" if ends or stopped else "length" if index + 1 == request.max_tokens else None
         if reason and not stopped:
             text += self._rest()
-        event = TokenEvent(request.request_id, index, choice.token, text, step, time, choice.logprob, reason,
-                           sample=self.number, top_logprobs=choice.top_logprobs)
+        event = TokenEvent(request.request_id, index, token, text, step, time, choice.logprob, reason, None,
+                           self.number, choice.top_logprobs)
         self._append(event)
         return event
 
