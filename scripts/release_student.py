@@ -12,12 +12,13 @@
     roots       modules of ``starter`` that are given, with all that they import; what nobody imports stays here
     edits       lines of given files that differ for students: old and new
     written     files that are others for students
+    templates   blank forms that students fill in, with their names in the students' project
     files       everything else that is given
 
 Private functions and constants of a changed module that nothing refers to any more served the solution alone, and go.
 What is given: the reference decoder, schema, tokenizer, weights, loaders, the loop of the engine, the record (timeline,
 report, replay, audit) and the driver. Left out: lanes (backend "cpu" is the plain one in the students' project), the
-engines that are wrong on purpose, and our own design report, of which the headings stay.
+engines that are wrong on purpose, the teacher's manual, and our own design report.
 
 Works on the syntax tree's positions, so that everything outside the replaced bodies is as it was, letter by letter; a
 name that is in the table and not in the source is an error.
@@ -29,7 +30,6 @@ import argparse
 import ast
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -79,8 +79,8 @@ def release(out: Path, through: int = 0) -> None:
         write(out / name, text)
     for name, lines in table["written"].items():
         write(out / name, "\n".join(lines) + "\n")
-    headings = re.findall(r"^#+ .*$", (ROOT / "DESIGN.md").read_text(encoding="utf-8"), re.MULTILINE)
-    write(out / "DESIGN.md", "\n\n...\n\n".join(headings) + "\n\n...\n")
+    for name, template in table["templates"].items():
+        shutil.copyfile(ROOT / template, out / name)
 
 
 def open_functions(table: dict, through: int) -> dict[str, str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import tempfile
 import textwrap
 import unittest
 from pathlib import Path
 from unittest import mock
 
-from scripts import release_student
+from scripts import check_docs, release_student
 from scripts.release_student import (
     MEANWHILE,
     ROOT,
@@ -136,8 +137,36 @@ class ReleasedTest(unittest.TestCase):
         self.assertFalse([name for name in released if "lane" in name or "wrong" in name or ".git/" in name])
         self.assertFalse([name for name in released if "student" in name and "acceptance" not in name])
         self.assertNotIn("acceptance/matrix.py", released)
-        design = (self.out / "DESIGN.md").read_text(encoding="utf-8").split("\n\n")
-        self.assertEqual({block.strip()[:1] for block in design}, {"#", "."})  # headings, and dots to be replaced
+        self.assertNotIn("docs/teacher.md", released)
+
+    def test_reports_are_blank_forms(self) -> None:
+        """Our own design report is a solution, too."""
+        for name in ("DESIGN.md", "REPORT.md"):
+            form = (ROOT / "docs" / name.replace(".md", ".template.md")).read_bytes()
+            self.assertEqual((self.out / name).read_bytes(), form)
+
+    def test_documents_name_what_is_there(self) -> None:
+        """Links, files, tests and commands are those of the students' project, not of this one."""
+        documents = sorted([*self.out.glob("*.md"), *self.out.glob("docs/*.md")])
+        self.assertEqual([path.name for path in documents], [
+            "DESIGN.md", "README.md", "REPORT.md", "handout.md", "handout.zh.md", "integrity.md", "rubric.md"])
+        for path in documents:
+            text = path.read_text(encoding="utf-8")
+            with self.subTest(path=path.name):
+                self.assertEqual(list(check_docs.missing_names(path, text, self.out)), [])
+                self.assertEqual(list(check_docs.wrong_commands(text, self.out)), [])
+
+    def test_the_handout_names_all_that_is_to_be_written(self) -> None:
+        """In the chapter of its milestone, beside its file."""
+        work = [(milestone, name) for milestone, names in self.table["stubs"].items() for name in names]
+        work += [(milestone, name) for name, milestone in self.table["meanwhile"].items()]
+        for document in ("handout.md", "handout.zh.md"):
+            text = (self.out / "docs" / document).read_text(encoding="utf-8")
+            chapters = {chapter[:2]: chapter for chapter in text.split("\n## ")}
+            for milestone, name in work:
+                row = next((line for line in chapters[milestone].splitlines()
+                            if line.startswith(f"| `starter/{name.partition('.')[0]}.py`")), "")
+                self.assertIn(f"`{name.rpartition('.')[2]}`", row, f"{document}, {milestone}, {name}")
 
     def test_c1_c3_c4_pass_and_c5_fails_with_a_pointer(self) -> None:
         """Of C5 one of each milestone."""
@@ -158,6 +187,18 @@ class ThroughTest(unittest.TestCase):
             self.assertEqual(release_student.check_milestones(out, 2, tests), [])
             self.assertIn("test_budget_zero fails",
                           "\n".join(release_student.check_milestones(out, 3, ["test_budget_zero"])))
+
+    def test_examples_of_the_handout_hold_as_soon_as_their_milestone_is_solved(self) -> None:
+        for through in (2, 4):
+            with self.subTest(through=through), tempfile.TemporaryDirectory() as folder:
+                out = Path(folder, "student")
+                release(out, through)
+                lines = (out / "docs" / "handout.md").read_text(encoding="utf-8").splitlines()
+                end = next(number for number, line in enumerate(lines, 1) if line.startswith(f"## M{through + 1}"))
+                told = release_student.run(out, "-m", "doctest", "docs/handout.md").stdout
+                wrong = [int(number) for number in re.findall(r'^File .*, line (\d+), in', told, re.MULTILINE)]
+                self.assertEqual([number for number in wrong if number < end], [], told)
+                self.assertNotEqual(wrong, [])
 
     def test_everything_solved_is_this_project(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
