@@ -6,6 +6,7 @@
     python3 -m acceptance --seed 4711              the same models, weights and prompts again
     python3 -m acceptance --json                   one JSON document, {test: [state, message]}, and nothing else
     python3 -m acceptance --timelines FOLDER       keep what every engine did, event by event
+    python3 -m acceptance hidden --help            further tests, drawn from a seed that only the teacher knows
     python3 -m acceptance wrong --help             the suite against engines that are wrong on purpose
 
 Exit code 0: everything asked for passed. 1: something failed. 2: no test has such a name.
@@ -71,4 +72,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["wrong"]:
         from acceptance.matrix import main as main_of_matrix
         sys.exit(main_of_matrix(sys.argv[2:]))
+    if sys.argv[1:2] == ["hidden"]:
+        sys.path.insert(0, str(Path(__file__).resolve().parent))
+        from hidden import main as main_of_hidden
+        sys.exit(main_of_hidden(sys.argv[2:]))
     sys.exit(main())
