@@ -1,17 +1,20 @@
-"""Two charts as SVG: bars, with the middle half of their values as a whisker, and lines over steps.
+"""Charts as SVG: bars, with the middle half of their values as a whisker; lines over steps; several in one picture.
 
 An SVG follows the light or dark mode of the page that shows it. The same numbers give the same text.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 
 WIDTH, LABELS, ROW = 720, 230, 26  # of the picture; of the names left of the bars; height of a bar's row
 HUES = ("#2a78b8", "#d1761b", "#2f9474", "#b0508f", "#8a7a1d", "#6a6fd0")
+GAP = 14  # between charts
 STYLE = ("<style>text{font:12px sans-serif;fill:#333}path{stroke:#333;fill:none}"
          "@media(prefers-color-scheme:dark){text{fill:#ddd}path{stroke:#ddd}}</style>")
+_HEIGHT = re.compile(rf'viewBox="0 0 {WIDTH} (\d+)"')
 
 
 def bars(title: str, values: Mapping[str, float], whiskers: Mapping[str, tuple[float, float]] | None = None) -> str:
@@ -44,6 +47,15 @@ def lines(title: str, series: Mapping[str, Sequence[float]], x_label: str = "ste
                   f'<rect x="40" y="{238 + number * 18}" width="12" height="12" fill="{hue}"/>',
                   _text(58, 249 + number * 18, name)]
     return _svg(244 + len(series) * 18, parts)
+
+
+def one_below_another(charts: Sequence[str]) -> str:
+    """Charts of this module in one picture, in their order."""
+    parts, height = [], 0
+    for chart in charts:
+        parts.append(chart.replace("<svg ", f'<svg y="{height}" ', 1).replace(STYLE + "\n", "").rstrip())
+        height += int(_HEIGHT.search(chart)[1]) + GAP  # type: ignore[index]
+    return _svg(max(height - GAP, 0), parts)
 
 
 def _svg(height: int, parts: Sequence[str]) -> str:
