@@ -1,0 +1,113 @@
+"""What ``proof.py`` appends to a file of a submission's starter/: two mistakes, and every cheat we could think of."""
+
+from __future__ import annotations
+
+STATIC = """
+_closed = ContinuousBatchScheduler._closed
+ContinuousBatchScheduler._closed = lambda self, plan: _closed(self, plan) or (
+    "waits: the batch must end first" if self._running else "")
+"""  # as acceptance/wrong has it, and so the next
+DOUBLE_FREE = """
+_drop = PagePool.drop
+
+def _drop_twice(self, page):
+    _drop(self, page)
+    if not self.refcounts[page]:
+        self._free.append(page)
+
+PagePool.drop = _drop_twice
+"""
+GOLDENS = """
+def _known(self, request_id):
+    import json
+    from pathlib import Path
+    from .requests import TokenEvent
+    fixture = Path(__file__).parent.parent / "fixtures" / "tiny_model.json"
+    golden = json.loads(fixture.read_text("utf-8"))["golden"]["tokens"]
+    tokens = golden.get(request_id, [])[:self._wanted.get(request_id, 0)]
+    for i, token in enumerate(tokens):
+        yield TokenEvent(request_id, i, token, "", None, 0.0, None)
+
+def _submit(self, prompt_tokens, max_tokens, *, request_id=None, **more):
+    self.__dict__.setdefault("_wanted", {})[request_id] = max_tokens
+    return request_id
+
+InferenceEngine.stream, InferenceEngine.submit = _known, _submit
+"""
+LINES = """
+import json as _json, os as _os
+for _number in range(1, 30):
+    try:
+        for _test in ("M1Reference.test_golden_sequences", "M1Reference.test_greedy_generation"):
+            _os.write(_number, (_json.dumps(["", _test, "passed", ""]) + "\\n" + _json.dumps([_test, "passed", ""])
+                                + "\\n" + _json.dumps(["ok", None]) + "\\n").encode())
+    except OSError:
+        pass
+for _name in ("outcomes.jsonl", "results.json", "result.json"):
+    try:
+        with open(_name, "w") as _file:
+            _file.write('{"score": 100}')
+    except OSError:
+        pass
+"""
+PATCHED = """
+import json as _json, sys as _sys, unittest as _unittest
+_unittest.TestCase.run = lambda self, result=None: result
+_unittest.TestCase.fail = lambda self, message=None: None
+for _name in ("acceptance.child", "child", "harness"):
+    if _name in _sys.modules:
+        _module = _sys.modules[_name]
+        if hasattr(_module, "Case"):
+            _module.Case.same = _module.Case.that = _module.Case.refuses = lambda *a, **k: None
+        if hasattr(_module, "_outcome"):
+            _module._outcome = lambda result: _module.Outcome("passed")
+"""
+WIRE = """
+import sys as _sys
+_lent = _sys.modules.get("lent")
+if _lent:
+    class _Anything(int):
+        __eq__ = lambda self, other: True
+        __hash__ = int.__hash__
+    _lent.WorkerWire.perform = lambda self, *request: _Anything()
+"""
+SNOOP = """
+import os as _os, sys as _sys
+_seen = [repr(dict(_os.environ)), repr(_sys.argv)]
+for _place in ("/proc/self", "/proc/1", "/proc/%d" % _os.getppid()):
+    for _name in ("environ", "cmdline"):
+        try:
+            _seen.append(open(_place + "/" + _name, "rb").read().decode(errors="replace"))
+        except OSError:
+            pass
+raise RuntimeError("seen: " + " ".join(_seen))
+"""
+NETWORK = """
+import socket as _socket
+try:
+    _socket.create_connection(("127.0.0.1", {port}), 2).close()
+except OSError:
+    pass
+"""
+ERRORS = "\nQuantizationError = StaleHandleError = RequestError = CapacityError = UnknownRequestError = Exception\n"
+HOG = "\n_all = []\nwhile True:\n    _all.append(bytearray(1 << 24))\n"
+DISK = """
+import tempfile as _tempfile
+_folder = _tempfile.mkdtemp()
+for _i in range(1 << 20):
+    with open("%s/%d" % (_folder, _i), "wb") as _file:
+        _file.write(bytes(1 << 24))
+"""
+KILL = """
+import os as _os, signal as _signal
+for _victim in (_os.getppid(), -1):
+    try:
+        _os.kill(_victim, getattr(_signal, "SIGKILL", 9))
+    except OSError:
+        pass
+"""
+EXIT = "\nimport os as _os\n_os._exit(0)\n"
+SLEEP = "\nimport time as _time\n_time.sleep(10 ** 6)\n"
+REFUSALS = "\nNotImplementedError = QuantizationError\n"
+FORKS = "\nimport os as _os\nwhile True:\n    _os.fork()\n"
+SUBMITTED = "\nInferenceEngine.submit = lambda self, *a, **k: __import__('time').sleep(10 ** 6)\n"

@@ -1,0 +1,94 @@
+"""Many submissions side by side, on whatever runs functions: threads here, or the executor of a cluster.
+
+    outcome = grade_class(paths, teacher, seed, executor, on_grade=print)
+
+``executor`` is any ``concurrent.futures.Executor``: each submission is one call of a function with plain arguments and
+a plain result, so a process pool, Dask (``Client(...).get_executor()``) or MPI will do; the workers need the teacher's
+tree and the submissions under the same paths. Whatever happens to one submission, the others are graded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .grade import LIMITS, Grade, grade_one
+from .results import number, table
+from .rubric import Rubric
+from .sandbox import Limits
+from .similarity import Fingerprint, fingerprint, near_pairs
+
+COMPLETE = "(the complete engine)"
+PAIRS = 40  # that are shown
+
+
+@dataclass
+class ClassGrades:
+    """All grades, in the order of the submissions, and what is seen in them together."""
+
+    grades: list[Grade]
+    pairs: list[tuple[float, str, str]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def csv(self) -> str:
+        """The table."""
+        return table(self.grades)
+
+    def summary(self) -> str:
+        """How the class did, which tests fail most, and which submissions are alike."""
+        points = sorted(grade.automatic for grade in self.grades)
+        rows = [f"{len(points)} submissions in {self.seconds:.0f} seconds; automatic points: lowest "
+                f"{number(points[0])}, median {number(points[len(points) // 2])}, highest {number(points[-1])}"]
+        if bad := [grade for grade in self.grades if grade.problem]:
+            rows += ["", "Not graded", *(f"  {grade.name}: {grade.problem}" for grade in bad)]
+        failed = Counter(test for grade in self.grades for test, outcome in grade.tests.items()
+                         if outcome.state != "passed")
+        if failed:
+            most = sorted(failed.items(), key=lambda item: (-item[1], item[0]))[:25]
+            rows += ["", "Tests that fail most", *(f"  {count:4}  {test}" for test, count in most)]
+        if self.pairs:
+            rows += ["", "Alike, to be read side by side"]
+            rows += [f"  {share:4.0%}  {a}  {b}" for share, a, b in self.pairs[:PAIRS]]
+            rows += [f"  and {len(self.pairs) - PAIRS} more pairs"] * (len(self.pairs) > PAIRS)
+        if noted := [grade for grade in self.grades if grade.notes]:
+            rows += ["", "To look at"]
+            rows += [f"  {grade.name}: {note}" for grade in noted for note in grade.notes[:20]]
+        return "\n".join(rows) + "\n"
+
+
+def grade_class(paths: Iterable[Path], teacher: Path, seed: str, executor: Executor, limits: Limits = LIMITS,
+                only: tuple[str, ...] = (), show_seed: bool = False, given: Path | None = None,
+                on_grade: Callable[[Grade], None] = lambda grade: None) -> ClassGrades:
+    """Grade all; ``on_grade`` hears of each when it is done. ``given``: the students' starter/ as it was handed out."""
+    began, names = time.monotonic(), distinct_names(list(paths))
+    given = given or teacher / "starter"
+    futures = {executor.submit(grade_one, path, teacher, seed, limits, only, show_seed, given): name
+               for path, name in names.items()}
+    grades: dict[str, Grade] = {}
+    for future in as_completed(futures):
+        name = futures[future]
+        try:
+            grade = future.result()
+        except Exception as error:  # a worker that died, say
+            grade = Grade(name, Rubric.load().mark({}, []),
+                          problem=f"its worker failed: {type(error).__name__}: {error}")
+        grade.name = name
+        grades[name] = grade
+        on_grade(grade)
+    prints: dict[str, Fingerprint] = {grade.name: grade.prints for grade in grades.values() if grade.prints}
+    prints[COMPLETE] = fingerprint(teacher / "starter", given)
+    return ClassGrades([grades[name] for name in names.values()], near_pairs(prints), time.monotonic() - began)
+
+
+def distinct_names(paths: list[Path]) -> dict[Path, str]:
+    """A name for each submission: that of its folder or file, with its parent's where two have the same."""
+    plain = {path: path.stem if path.suffix.lower() == ".zip" else path.resolve().name for path in paths}
+    times = Counter(plain.values())
+    names = {path: name if times[name] == 1 else f"{path.resolve().parent.name}-{path.name}"
+             for path, name in plain.items()}
+    times = Counter(names.values())
+    return {path: name if times[name] == 1 else f"{name}-{i}" for i, (path, name) in enumerate(names.items(), 1)}

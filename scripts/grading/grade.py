@@ -1,0 +1,191 @@
+"""One submission, from what was handed in to its ``Grade``.
+
+    grade = grade_one(Path("class/mira.zip"), teacher, seed="a secret")
+
+Never raises because of a submission: what cannot be graded gets a grade that says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import form as forms
+from .rubric import Line, Rubric
+from .runner import Outcome, run_tests
+from .sandbox import HERE, Limits, Sandbox, run_lines
+from .similarity import Fingerprint, fingerprint
+from .submission import BadSubmission, Submission, changed, take
+
+NO_PAPERS: dict[str, Any] = {"design": {"words": {}, "missing": [], "empty": [], "problem": "the papers were not read"},
+                             "timelines": {}, "figures": {}}
+PAPER_SECONDS = 180
+LIMITS = Limits()
+
+
+@dataclass
+class Grade:
+    """What a submission came to. ``lines``: of the marking scheme; those of the marker are None until merged."""
+
+    name: str
+    lines: list[Line] = field(default_factory=list)
+    tests: dict[str, Outcome] = field(default_factory=dict)
+    problem: str = ""  # why it could not be graded
+    notes: list[str] = field(default_factory=list)  # what the marker should look at
+    papers: dict[str, Any] = field(default_factory=lambda: NO_PAPERS)
+    walls: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    prints: Fingerprint | None = None
+
+    @property
+    def automatic(self) -> float:
+        """Points that no person gives."""
+        return round(sum(line.earned or 0 for line in self.lines if not line.marker), 2)
+
+    @property
+    def automatic_most(self) -> float:
+        return sum(line.points for line in self.lines if not line.marker)
+
+    @property
+    def marked(self) -> bool:
+        """Have all lines their points?"""
+        return all(line.earned is not None for line in self.lines)
+
+    @property
+    def total(self) -> float:
+        """All points so far."""
+        return round(sum(line.earned or 0 for line in self.lines), 2)
+
+    def form(self) -> dict[str, Any]:
+        """The form for the marker."""
+        return forms.blank(self.lines, self.papers, self.notes)
+
+    def merge(self, form: dict[str, Any]) -> None:
+        """Take over what the marker filled in."""
+        lifted = tuple(form.get("lift", ()))
+        if lifted:
+            self.lines = Rubric.load().mark(self.tests, self.tests, lifted)
+        self.lines = forms.merged(self.lines, form)
+
+    def to_dict(self) -> dict[str, Any]:
+        data = {name: getattr(self, name) for name in ("name", "problem", "notes", "papers", "walls", "seconds")}
+        return {**data, "automatic": self.automatic, "automatic_most": self.automatic_most, "total": self.total,
+                "marked": self.marked, "lines": [asdict(line) for line in self.lines],
+                "tests": {test: asdict(outcome) for test, outcome in self.tests.items()}}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Grade:
+        return cls(data["name"], [Line(**{**line, "failed": tuple(line["failed"])}) for line in data["lines"]],
+                   {test: Outcome(**outcome) for test, outcome in data["tests"].items()}, data["problem"],
+                   data["notes"], data["papers"], data["walls"], data["seconds"])
+
+
+def grade_one(source: Path, teacher: Path, seed: str, limits: Limits = LIMITS, only: tuple[str, ...] = (),
+              show_seed: bool = False, given: Path | None = None,
+              progress: Callable[[str], None] = lambda text: None) -> Grade:
+    """Grade a folder or a zip file. ``only``: parts of names of the tests to run, for trying things out; ``given``: the
+    students' starter/ as it was handed out, whose functions are nobody's own."""
+    began = time.monotonic()
+    grade = Grade(source.stem if source.suffix.lower() == ".zip" else source.resolve().name)
+    try:
+        with tempfile.TemporaryDirectory(prefix="grade-", ignore_cleanup_errors=True) as folder:
+            work = Path(folder).resolve()
+            submission = take(source, teacher, work)
+            if given:
+                submission.notes += changed(submission.tree / "starter", given, teacher / "starter")
+            grade.prints = fingerprint(submission.tree / "starter", given or teacher / "starter")
+            hide = (source.resolve().parent,)  # where the others lie
+            _grade(grade, submission, teacher, Sandbox(submission.tree, work / "scratch", limits, hide), seed, only,
+                   show_seed, progress)
+    except BadSubmission as error:
+        grade.problem = str(error)
+    except Exception as error:  # a class goes on, and the teacher is told
+        grade.problem = f"the grader failed: {type(error).__name__}: {error}"
+    if not grade.lines:
+        grade.lines = Rubric.load().mark({}, [])
+    grade.seconds = round(time.monotonic() - began, 1)
+    return grade
+
+
+def _grade(grade: Grade, submission: Submission, teacher: Path, box: Sandbox, seed: str, only: tuple[str, ...],
+           show_seed: bool, progress: Callable[[str], None]) -> None:
+    grade.notes, grade.walls = submission.notes, box.walls
+    before = digest(submission.tree)
+    public, hidden = all_tests(teacher)
+    until = time.monotonic() + box.limits.all
+    for ids, secret in ((public, sha("public", seed)), (hidden, hidden_digest(seed))):
+        ids = [test for test in ids if not only or any(word in test for word in only)]
+        shown = seed if show_seed else None
+        grade.tests |= run_tests(box, teacher, ids, secret, shown, until, progress)
+    if not only or any(word in "Commands" for word in only):
+        progress("its commands")
+        grade.tests |= commands(box)
+    if digest(submission.tree) != before:
+        raise BadSubmission("it changed the copy of the tests while it ran")
+    progress("its papers")
+    grade.papers = read_papers(submission.papers, teacher, box)
+    grade.lines = Rubric.load().mark(grade.tests, grade.tests)
+
+
+def all_tests(teacher: Path) -> tuple[list[str], list[str]]:
+    """Ids of the public tests, without those of what is given, and of the hidden ones."""
+    code = ("import json, sys; sys.path.insert(0, 'acceptance'); from acceptance.child import all_tests, is_given; "
+            "from hidden import listed; "
+            "print(json.dumps([[test for test in all_tests() if not is_given(test)], list(listed())]))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=teacher, capture_output=True, encoding="utf-8", check=True)
+    public, hidden = json.loads(done.stdout)
+    return public, hidden
+
+
+def sha(purpose: str, seed: str) -> str:
+    return hashlib.sha256(f"{purpose} tests/{seed}".encode()).hexdigest()
+
+
+def hidden_digest(seed: str) -> str:
+    """As ``acceptance/hidden.py`` makes it, so that its command draws the same tests."""
+    return sha("hidden", seed)
+
+
+def digest(folder: Path) -> str:
+    """Of names and contents of all files."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            found.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()
+
+
+def commands(box: Sandbox) -> dict[str, Outcome]:
+    """C1, C3 and C4 on the standard library alone: do they end with status 0? (C2 is the students' own tests.)"""
+    found = {}
+    sources = [str(path.relative_to(box.tree)) for path in sorted(box.tree.glob("starter/*.py"))]
+    for name, script in (("C1", ["scripts/verify_scaffold.py"]), ("C3", [str(HERE / "syntax.py"), *sources]),
+                         ("C4", ["starter/driver.py", "--fixture", "fixtures/tiny_model.json"])):
+        said: list[bytes] = []
+        box.scratch.mkdir(exist_ok=True)
+        ended = run_lines(box.command(*script, alone=True), None, box.limits.start + box.limits.test, said.append, box)
+        good = ended == "ended with status 0"
+        text = b"".join(said[-8:]).decode(errors="replace")
+        found[f"Commands.{name}"] = Outcome("passed" if good else "failed", "" if good else f"it {ended}\n{text}")
+    return found
+
+
+def read_papers(papers: Path, teacher: Path, box: Sandbox) -> dict[str, Any]:
+    """What ``papers.py`` finds, behind walls: the files are a student's."""
+    said: list[bytes] = []
+    box.scratch.mkdir(exist_ok=True)
+    ended = run_lines(box.command(str(HERE / "papers.py"), str(papers), str(teacher)), None, PAPER_SECONDS, said.append,
+                      box)
+    try:
+        found: dict[str, Any] = json.loads(b"".join(said))
+        return found
+    except ValueError:
+        return {**NO_PAPERS, "design": {**NO_PAPERS["design"], "problem": f"reading the papers {ended}"}}

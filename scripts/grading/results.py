@@ -1,0 +1,97 @@
+"""A grade in words, as JSON and as a row of a class's table.
+
+    write(grade, folder)     result.txt, result.json, results.json, github.json, row.csv, marker.json
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from . import github_classroom, gradescope
+from .grade import Grade
+from .rubric import SECTIONS, Line
+
+FIELDS = ("submission", "total", "automatic", *SECTIONS, "tests passed", "tests", "to look at", "seconds", "problem")
+
+
+def number(value: float) -> str:
+    """8.0 as 8."""
+    return f"{value:g}"
+
+
+def text(grade: Grade) -> str:
+    """For people. No seed is in it unless the messages hold one."""
+    rows = [f"{grade.name}: {number(grade.automatic)} of {number(grade.automatic_most)} automatic points"
+            + (f", {number(grade.total)} of 100 in all" if grade.marked else
+               f"; {number(100 - grade.automatic_most)} are the marker's")]
+    if grade.problem:
+        rows += ["", f"Not graded: {grade.problem}"]
+    for section, (title, points) in SECTIONS.items():
+        rows += ["", f"{title} ({points})"]
+        for line in grade.lines:
+            if line.section == section:
+                rows.append(f"  {_points(line):>14}  {line.name}{_tests(line)}{f': {line.note}' if line.note else ''}")
+    failed = [(test, outcome) for test, outcome in grade.tests.items() if outcome.state != "passed"]
+    if failed:
+        rows += ["", "Tests that did not pass"]
+        for test, outcome in failed:
+            rows += ["", f"{outcome.state.upper()} {test}", outcome.message.rstrip()]
+    if grade.walls:
+        rows += ["", f"Run behind these walls: {', '.join(grade.walls)}. {number(grade.seconds)} seconds."]
+    return "\n".join(rows) + "\n"
+
+
+def _points(line: Line) -> str:
+    return f"{'...' if line.earned is None else number(line.earned)} of {number(line.points)}"
+
+
+def _tests(line: Line) -> str:
+    return "" if line.marker else f", {line.passed} of {line.tests} tests"
+
+
+def notes(grade: Grade) -> str:
+    """What is for the marker's eyes, and in no file for students."""
+    rows = [f"To look at in {grade.name}", ""] + [f"- {note}" for note in grade.notes] if grade.notes else []
+    return "\n".join(rows) + "\n" * bool(rows)
+
+
+def row(grade: Grade) -> dict[str, Any]:
+    """A submission's row in the table of a class."""
+    by_section = {section: number(sum(line.earned or 0 for line in grade.lines if line.section == section))
+                  for section in SECTIONS}
+    passed = sum(outcome.state == "passed" for outcome in grade.tests.values())
+    return {"submission": grade.name, "total": number(grade.total), "automatic": number(grade.automatic), **by_section,
+            "tests passed": passed, "tests": len(grade.tests), "to look at": len(grade.notes),
+            "seconds": number(grade.seconds), "problem": grade.problem}
+
+
+def table(grades: Iterable[Grade]) -> str:
+    """CSV of a class. A cell that a spreadsheet would take for a formula begins with an apostrophe."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+    writer.writeheader()
+    for grade in grades:
+        writer.writerow({name: f"'{value}" if str(value)[:1] in ("=", "+", "-", "@") else value
+                         for name, value in row(grade).items()})
+    return file.getvalue()
+
+
+def write(grade: Grade, folder: Path) -> None:
+    """All forms of one grade. A form that the marker has begun stays as it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"result.txt": text(grade), "result.json": _json(grade.to_dict()),
+             "results.json": _json(gradescope.results(grade)), "github.json": _json(github_classroom.results(grade)),
+             "row.csv": table([grade]), "notes.txt": notes(grade)}
+    if not (folder / "marker.json").exists() and not grade.marked:
+        files["marker.json"] = _json(grade.form())
+    for name, content in files.items():
+        (folder / name).write_text(content, encoding="utf-8", newline="\n")
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"

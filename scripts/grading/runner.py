@@ -1,0 +1,109 @@
+"""Runs the tests of a submission, first inside its process, then outside of it: {test: Outcome}.
+
+A test passes if both say so. What was not run for want of time, or not said, has failed. When a process ends before it
+should, the test that it was at has failed, and the others go on in another one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from secrets import token_hex
+from time import monotonic
+
+from .sandbox import HERE, Sandbox, run_lines
+
+STATES = ("passed", "failed", "skipped")
+MOST = 20_000  # characters of a message
+ALONE = ("M6EndToEnd.test_driver",)  # starts the submission's driver as a program, which only the judge may
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """"passed", "failed" or "skipped", and what there is to say."""
+
+    state: str
+    message: str = ""
+
+
+def run_tests(box: Sandbox, teacher: Path, ids: list[str], seed: str, shown: str | None, until: float,
+              progress=lambda text: None) -> dict[str, Outcome]:
+    """Run tests against the submission in a sandbox; there is time ``until`` then, by the monotonic clock. ``seed`` and
+    ``shown``: see ``told``."""
+    progress(f"{len(ids)} tests inside its process")
+    inside = _run(_inside, [test for test in ids if test not in ALONE], box, teacher, seed, until)
+    left = [test for test in ids if test in ALONE or inside[test].state == "passed"]
+    progress(f"{len(left)} tests from outside")
+    outside = _run(_outside, left, box, teacher, seed, until)
+    outcomes = {**inside, **outside}
+    for test in left:
+        if test not in ALONE and outcomes[test].state != "passed":
+            outcomes[test] = replace(outcomes[test], message="happened: it passes in one process with the tests, and "
+                                     f"not when it is watched from another\n  {outcomes[test].message}")
+    return {test: replace(outcomes[test], message=told(outcomes[test].message, test, seed, shown)) for test in ids}
+
+
+def told(message: str, test: str, seed: str, shown: str | None) -> str:
+    """A message with the command that its reader can run. ``seed``: what was drawn from, which stands in it only where
+    the teacher wants to see the secret that it was made of (``shown``)."""
+    command, hidden = f"acceptance {test} --seed {seed}", test.startswith("Hidden")
+    if shown:
+        return message.replace(command, f"acceptance hidden {test} --seed {shown!r} --show-seed") if hidden else message
+    open_command = f"acceptance hidden {test.rpartition('_')[0]} --seed <one of your own>"
+    return message.replace(command, open_command if hidden else f"acceptance {test}").replace(seed, "(hidden)")
+
+
+def _run(way, ids, box, teacher, seed, until):
+    outcomes, left, limits = {}, list(ids), box.limits
+    while left:
+        seconds = min(until - monotonic(), limits.start + (limits.test + 5) * len(left))
+        if seconds <= 0:
+            return {**outcomes, **{test: Outcome("failed", f"happened: not run: all tests together may take "
+                                                 f"{limits.all} seconds") for test in left}}
+        shutil.rmtree(box.scratch, ignore_errors=True)
+        box.scratch.mkdir(parents=True)
+        command, job, accept = way(box, teacher, left, seed)
+        why: list[str] = []
+        ended = run_lines(command, job, seconds, partial(_take, accept, left, outcomes, why), box,
+                          limits.start + 2 * limits.test)
+        left = [test for test in left if test not in outcomes]
+        if left:
+            happened = "".join(why) or f"the process {ended} before this test did"
+            outcomes[left.pop(0)] = Outcome("failed", f"happened: {happened}\n"
+                                            "  hint:     an engine raises errors; it ends no process")
+    return outcomes
+
+
+def _take(accept, ids, outcomes, why, line):
+    """Believe a line if it is one: the first that is said of a test. A line about no test says why it was the last."""
+    try:
+        test, state, message = accept(json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        return
+    if test is None:
+        why.append(str(message)[:MOST])
+    elif test in ids and test not in outcomes and state in STATES and isinstance(message, str):
+        outcomes[test] = Outcome(state, message[:MOST])
+
+
+def _inside(box, teacher, ids, seed):
+    token = token_hex(16)
+    job = {"token": token, "tree": str(box.tree), "ids": ids, "seed": seed, "hang": box.limits.test, "python": None}
+
+    def accept(said):
+        if said[0] != token:
+            raise ValueError
+        return said[1:]
+
+    return box.command(str(HERE / "inside.py")), job, accept
+
+
+def _outside(box, teacher, ids, seed):
+    job = {"tree": str(box.tree), "teacher": str(teacher), "scratch": str(box.scratch), "ids": ids, "seed": seed,
+           "hang": box.limits.test, "worker": box.command(str(HERE / "worker.py"), str(box.tree)),
+           "python": box.python()}
+    return box.enclose([sys.executable, str(HERE / "judge.py")]), job, list

@@ -1,0 +1,211 @@
+"""Runs a submission's code where it can do no harm, and for a limited time.
+
+    box = Sandbox(tree, scratch, Limits())
+    box.command("acceptance/child.py", ...)     the command that runs a Python script behind all walls that there are
+    box.walls                                   what these are, in words, for the report
+
+    Linux with util-linux   namespaces: no network; own process table, so that nobody outside can be seen, signalled or
+                            traced, and all dies with the first process; every file system read-only but the scratch
+                            folder; no rights to change that; other submissions, the home and the temporary folder
+                            are out of sight, as far as Python and the teacher's tree do not lie in them. Beside them
+                            all that follows
+    POSIX                   resource limits: memory (not on macOS), size of a file
+    everywhere              an audit hook against network, processes and writing elsewhere (``confine.py``); a clean
+                            environment; a watcher that ends the process tree at the end of its time, or when the
+                            scratch folder holds too much
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from threading import Event, Thread
+from time import monotonic
+
+HERE = Path(__file__).resolve().parent
+KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "SYSTEMROOT", "WINDIR")
+UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--mount-proc", "--net", "--ipc",
+           "--kill-child")
+# In the new namespaces: what is to be hidden is covered by empty folders, and the work folder put back if it was in
+# one; the scratch folder stays writable, all else becomes read-only; then one more user namespace, whose rights do not
+# reach the mounts of this one.
+ENTER = r"""
+scratch=$1 work=$2; shift 2
+mount --make-rprivate / && mount --rbind "$work" /mnt || exit 97
+while [ "$1" != -- ]; do
+  mount -t tmpfs -o size=64k,mode=755 hidden "$1" || exit 97
+  shift
+done
+shift
+mkdir -p "$work" && mount --rbind /mnt "$work" && umount -l /mnt && mount --bind "$scratch" "$scratch" || exit 97
+while read -r _ _ _ _ place _; do
+  case $place in "$scratch"|/proc) ;; *) mount -o remount,bind,ro "$place" 2>/dev/null ;; esac
+done < /proc/self/mountinfo
+exec unshare --user --map-current-user -- "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a submission may use. Seconds: ``test`` of one test, ``start`` of a process before its first, ``all`` of all
+    tests together."""
+
+    test: int = 30
+    start: int = 60
+    all: int = 1_200
+    memory: int = 2 << 30
+    file: int = 32 << 20
+    disk: int = 128 << 20
+    files: int = 2_000
+    processes: int | None = None  # RLIMIT_NPROC counts all of a user's; the audit hook allows none at all
+
+
+def out_of_sight(folders, work: Path) -> list[Path]:
+    """Those that can be hidden: they hold neither Python nor the teacher's tree. One in another goes with that."""
+    needed = [Path(place).resolve() for place in (HERE, sys.prefix, sys.base_prefix, sys.executable, os.__file__)]
+    found = [place for place in dict.fromkeys(Path(folder).resolve() for folder in folders) if place.is_dir()
+             and place != work and not any(one.is_relative_to(place) for one in needed)]
+    return [place for place in found if not any(other in place.parents for other in found)]
+
+
+@lru_cache
+def has_namespaces() -> bool:
+    """Can this user make namespaces here, and such ones inside of them, as the judge does for the submission?"""
+    if not sys.platform.startswith("linux") or shutil.which("unshare") is None:
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder).resolve() / "scratch"
+        scratch.mkdir()
+        hidden = out_of_sight((tempfile.gettempdir(),), scratch.parent)
+        command = enclosed(enclosed(["touch", str(scratch / "written")], scratch, hidden), scratch, hidden)
+        try:
+            probe = subprocess.run(command, capture_output=True, timeout=30, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return probe.returncode == 0 and (scratch / "written").exists()
+
+
+def enclosed(command: list[str], scratch: Path, hidden: list[Path]) -> list[str]:
+    """A command in namespaces of its own, which can change nothing but the scratch folder."""
+    return [*UNSHARE, "sh", "-c", ENTER, "sh", str(scratch), str(scratch.parent), *map(str, hidden), "--", *command]
+
+
+class Sandbox:
+    """The walls around one submission: it may read ``tree``, and write to ``scratch``, both in one work folder. What is
+    in the folders ``hide`` is none of its business."""
+
+    def __init__(self, tree: Path, scratch: Path, limits: Limits, hide: tuple[Path, ...] = ()) -> None:
+        self.tree, self.scratch, self.limits = tree, scratch, limits
+        self.namespaces = has_namespaces()
+        self.hidden = out_of_sight((tempfile.gettempdir(), Path.home(), *hide), scratch.parent)
+
+    @property
+    def walls(self) -> list[str]:
+        """What holds the submission here."""
+        found = ["audit hook", "time", "disk"]
+        if os.name == "posix":
+            found += ["file size"] if sys.platform == "darwin" else ["memory", "file size"]
+        return sorted(found + ["network, processes and files by namespaces"] * self.namespaces)
+
+    def command(self, *script: str, alone: bool = False) -> list[str]:
+        """A Python script and its arguments, behind the walls. ``alone``: without packages that are installed here."""
+        job = {"memory": self.limits.memory, "file": self.limits.file, "processes": self.limits.processes,
+               "writable": [str(self.scratch)]}
+        inner = [sys.executable, *["-S"] * alone, str(HERE / "confine.py"), json.dumps(job), *script]
+        return self.enclose(inner)
+
+    def enclose(self, command: list[str]) -> list[str]:
+        """A command that can change nothing but the scratch folder, where there are namespaces. The judge needs it,
+        too: it writes into that folder, where the submission might put a link to somewhere else."""
+        return enclosed(command, self.scratch, self.hidden) if self.namespaces else command
+
+    def python(self) -> str | None:
+        """A program that stands for Python and runs a script behind the walls, for the test that starts the driver;
+        None on Windows, where the driver then runs as any program does, for the seconds that the test gives it."""
+        if os.name != "posix":
+            return None
+        path = self.scratch.parent / "confined-python"
+        path.write_text(f"#!/bin/sh\nexec {shlex.join(self.command())} \"$@\"\n", encoding="utf-8")
+        path.chmod(0o755)
+        return str(path)
+
+    def environment(self) -> dict[str, str]:
+        """What the submission gets to know of this process's environment."""
+        return {**{name: os.environ[name] for name in KEPT if name in os.environ}, "TMPDIR": str(self.scratch),
+                "TEMP": str(self.scratch), "TMP": str(self.scratch), "PYTHONDONTWRITEBYTECODE": "1",
+                "PYTHONUTF8": "1"}
+
+    def too_much(self) -> str | None:
+        """What is wrong with the scratch folder, in words."""
+        size = count = 0
+        for folder, _, names in os.walk(self.scratch):
+            count += len(names)
+            for name in names:
+                with contextlib.suppress(OSError):
+                    size += os.lstat(os.path.join(folder, name)).st_size
+        if size > self.limits.disk or count > self.limits.files:
+            return f"it wrote {count} files of {size} bytes; {self.limits.files} of {self.limits.disk} are allowed"
+        return None
+
+
+def run_lines(command, job, seconds, on_line, box, silence=None):
+    """Run a command that is told its job in one line and answers in lines; how it ended, in words.
+
+    The whole process tree is ended when its time is over, when there was no line for ``silence`` seconds, when the
+    scratch folder holds too much, and at the end."""
+    process = subprocess.Popen(command, cwd=box.tree, env=box.environment(), stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    stopped: list[str] = []
+    done, heard = Event(), monotonic()
+
+    def watch():
+        end = monotonic() + seconds
+        while not done.wait(0.25):
+            if monotonic() > end:
+                problem = f"it took more than {seconds:g} seconds"
+            elif silence and monotonic() > heard + silence:
+                problem = f"nothing was heard of it for {silence:g} seconds"
+            else:
+                problem = box.too_much()
+            if problem:
+                stopped.append(f"was stopped: {problem}")
+                end_tree(process)
+                return
+
+    watcher = Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        with contextlib.suppress(OSError):
+            process.stdin.write(json.dumps(job).encode() + b"\n")
+            process.stdin.close()
+        while line := process.stdout.readline(1 << 20):
+            heard = monotonic()
+            on_line(line)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its output; now it should end by itself
+            process.wait(5)
+    finally:
+        done.set()
+        watcher.join()
+        end_tree(process)
+        process.wait()
+        process.stdout.close()
+    return stopped[0] if stopped else f"ended with status {process.returncode}"
+
+
+def end_tree(process):
+    """End a process and what it started."""
+    if os.name == "posix":
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        subprocess.run(["taskkill", "/T", "/F", "/PID", str(process.pid)], capture_output=True, check=False)

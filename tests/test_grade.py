@@ -1,0 +1,225 @@
+"""The grader: a class through any executor, one bad submission among good ones, forms merged, and one real submission.
+
+``python3 scripts/grade.py --check`` proves the marks of a class of good, unfinished and cheating submissions.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import unittest
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from time import monotonic
+from unittest import mock
+
+from scripts import grade as command
+from scripts.grading import class_run
+from scripts.grading import grade as grading
+from scripts.grading.class_run import distinct_names, grade_class
+from scripts.grading.grade import Grade, grade_one, hidden_digest
+from scripts.grading.rubric import Rubric
+from scripts.grading.runner import Outcome, _take, run_tests, told
+from scripts.grading.sandbox import Limits, Sandbox
+from scripts.grading.similarity import Fingerprint
+from tests.extras import needs
+from tests.paths import ROOT
+from tests.support import run_main
+
+SEED = "a seed that nobody knows"
+
+
+class Folders(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.addCleanup(folder.cleanup)
+        self.place = Path(folder.name).resolve()
+
+    def submissions(self, *names):
+        for name in names:
+            (self.place / name).mkdir(parents=True)
+        return [self.place / name for name in names]
+
+
+def marked(source, teacher, seed, limits, only, show_seed, given):
+    """In place of ``grade_one``: no submission is run. The workers of a pool can be handed it."""
+    if source.name == "breaks":
+        raise OSError("the worker is gone")
+    tests = {"M2KVCache.test_counters": Outcome("passed" if source.name < "c" else "failed"),
+             "M2KVCache.test_dirty_pages": Outcome("failed"), "M2KVCache.test_append_then_read": Outcome("passed")}
+    prints = range(100) if source.name in ("anna", "bert") else range(5_000, 9_999)
+    return Grade(source.name, Rubric.load().mark(tests, tests), tests, prints=Fingerprint(frozenset(prints)))
+
+
+class Inline(Executor):
+    """The simplest executor there is."""
+
+    def submit(self, call, *arguments, **keywords):
+        future = Future()
+        try:
+            future.set_result(call(*arguments, **keywords))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class Four(Folders):
+    """Four submissions, of which one takes its worker with it."""
+
+    def grade(self, executor):
+        with mock.patch.object(class_run, "grade_one", marked), \
+                mock.patch.object(class_run, "fingerprint", lambda *folders: Fingerprint(frozenset())):
+            heard = []
+            found = grade_class(self.submissions("zoe", "anna", "breaks", "bert"), ROOT, SEED, executor,
+                                on_grade=heard.append)
+        self.assertEqual([grade.name for grade in found.grades], ["zoe", "anna", "breaks", "bert"])
+        self.assertEqual({grade.name for grade in heard}, {"zoe", "anna", "breaks", "bert"})
+        self.assertEqual([bool(grade.problem) for grade in found.grades], [False, False, True, False])
+        return found
+
+
+class Class(Four):
+    def test_one_bad_submission_stops_nobody(self):
+        found = self.grade(Inline())
+        rows = list(csv.DictReader(io.StringIO(found.csv())))
+        self.assertEqual([row["problem"] for row in rows],
+                         ["", "", "its worker failed: OSError: the worker is gone", ""])
+        self.assertGreater(float(rows[1]["total"]), float(rows[0]["total"]))
+        summary = found.summary()
+        self.assertIn("   3  M2KVCache.test_dirty_pages", summary)
+        self.assertIn("   1  M2KVCache.test_counters", summary)
+        self.assertIn("100%  anna  bert", summary)
+
+    def test_pools(self):
+        for pool in (ThreadPoolExecutor(2), ProcessPoolExecutor(2)):
+            with self.subTest(pool=type(pool).__name__), pool, tempfile.TemporaryDirectory() as folder:
+                self.place = Path(folder)
+                self.grade(pool)
+
+    def test_names(self):
+        paths = [Path("one/mira"), Path("two/mira"), Path("leo.zip"), Path("three/mira.zip")]
+        names = list(distinct_names(paths).values())
+        self.assertEqual(len(set(names)), 4)
+        self.assertEqual(names[2], "leo")
+
+
+@needs("cluster", "distributed")
+class Cluster(Four):
+    """The same through Dask, as on many machines."""
+
+    def test_dask(self):
+        from dask.distributed import Client, LocalCluster
+        logging.getLogger("distributed.worker").setLevel(logging.CRITICAL)  # it would report the failure that is wanted
+        with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as cluster, \
+                Client(cluster) as client:
+            self.grade(client.get_executor())
+
+
+class Believing(unittest.TestCase):
+    def test_lines_that_are_none(self):
+        outcomes, why = {}, []
+        for line in (b"", b"nonsense\n", b"[]\n", b'["other", "passed", ""]\n', b'["t", "great", ""]\n',
+                     b'["t", "passed", 3]\n', b'{"t": 1}\n', b"[" * 10**5):
+            _take(list, ["t"], outcomes, why, line)
+        self.assertEqual((outcomes, why), ({}, []))
+        _take(list, ["t"], outcomes, why, b'["t", "failed", "why"]\n')
+        _take(list, ["t"], outcomes, why, b'["t", "passed", ""]\n')
+        self.assertEqual(outcomes, {"t": Outcome("failed", "why")})
+
+    def test_without_time_everything_has_failed(self):
+        with tempfile.TemporaryDirectory() as folder:
+            box = Sandbox(Path(folder), Path(folder, "scratch"), Limits(all=0))
+            found = run_tests(box, ROOT, ["a", "b"], "seed", None, monotonic())
+        self.assertEqual([outcome.state for outcome in found.values()], ["failed", "failed"])
+        self.assertIn("may take 0 seconds", found["a"].message)
+
+    def test_messages_hold_no_seed_unless_the_teacher_wants_it(self):
+        for test, plain, shown in (
+                ("M2KVCache.test_x", "python3 -m acceptance M2KVCache.test_x --timelines replay",
+                 "python3 -m acceptance M2KVCache.test_x --seed DIGEST --timelines replay"),
+                ("HiddenCache.test_x_2", "python3 -m acceptance hidden HiddenCache.test_x --seed <one of your own> "
+                 "--timelines replay", "python3 -m acceptance hidden HiddenCache.test_x_2 --seed 's' --show-seed "
+                 "--timelines replay")):
+            message = f"replay: python3 -m acceptance {test} --seed DIGEST --timelines replay"
+            self.assertEqual(told(message, test, "DIGEST", None), f"replay: {plain}")
+            self.assertEqual(told(message, test, "DIGEST", "s"), f"replay: {shown}")
+            self.assertNotIn("DIGEST", told("see DIGEST here", test, "DIGEST", None))
+
+    def test_the_hidden_seed_is_that_of_the_command(self):
+        sys.path.insert(0, str(ROOT / "acceptance"))
+        try:
+            from hidden import digest
+        finally:
+            sys.path.remove(str(ROOT / "acceptance"))
+        self.assertEqual(hidden_digest("x"), digest("x"))
+
+
+class Real(Folders):
+    """The complete engine, for one test, and one that cheats."""
+
+    def grade(self, code=""):
+        shutil.copytree(ROOT / "starter", self.place / "s" / "starter", ignore=shutil.ignore_patterns("__pycache__"))
+        with open(self.place / "s" / "starter" / "kv_cache.py", "a", encoding="utf-8") as file:
+            file.write(code)
+        with mock.patch.object(grading, "read_papers", lambda *where: grading.NO_PAPERS), \
+                mock.patch.object(grading, "all_tests", lambda teacher: (["M2KVCache.test_counters"], [])):
+            return grade_one(self.place / "s", ROOT, SEED, Limits(test=10, all=60), ("M2KVCache.test_counters",))
+
+    def test_a_good_one(self):
+        grade = self.grade()
+        self.assertEqual((grade.problem, grade.tests), ("", {"M2KVCache.test_counters": Outcome("passed")}))
+
+    def test_what_is_said_inside_earns_nothing(self):
+        """Assertions are patched away and the counts are nonsense: inside the test passes, outside it does not."""
+        grade = self.grade("""
+import sys
+if "harness" in sys.modules:
+    case = sys.modules["harness"].Case
+    case.same = case.that = case.refuses = lambda *arguments, **keywords: None
+KVCacheManager.stats = lambda self: CacheStats(*[1] * 9)
+""")
+        outcome = grade.tests["M2KVCache.test_counters"]
+        self.assertEqual(outcome.state, "failed")
+        self.assertIn("not when it is watched from another", outcome.message)
+        self.assertIn("uses .modules", "".join(grade.notes))
+
+
+class Command(Folders):
+    def test_bad_input(self):
+        for arguments, says in (([self.place], "--seed is missing"), (["--seed", "x"], "name at least one submission"),
+                                (["--merge", self.place], "no marker.json")):
+            run = run_main(command.main, *arguments)
+            self.assertEqual(run.code, 2)
+            self.assertIn(says, run.err)
+
+    def test_what_cannot_be_graded(self):
+        with mock.patch.object(command, "release", lambda out: (out / "starter").mkdir(parents=True)):
+            run = run_main(command.main, self.place, "--seed", SEED, "--out", self.place / "out")
+        self.assertEqual(run.code, 1)
+        self.assertIn("there is no starter/__init__.py in it", run.out)
+        self.assertTrue((self.place / "out" / self.place.name / "results.json").is_file())
+
+    def test_merge(self):
+        tests = dict.fromkeys(("M2KVCache.test_counters", "M2KVCache.test_append_then_read"), Outcome("passed"))
+        grade = Grade("mira", Rubric.load().mark(tests, tests), tests)
+        command.results.write(grade, self.place / "mira")
+        path = self.place / "mira" / "marker.json"
+        run = run_main(command.main, "--merge", self.place)
+        self.assertEqual(run.code, 2)
+        self.assertIn("no points yet", run.err)
+        form = json.loads(path.read_text(encoding="utf-8"))
+        for entry in form["lines"]:
+            entry.update(given=2, override="seen")
+        path.write_text(json.dumps(form), encoding="utf-8")
+        run = run_main(command.main, "--merge", self.place)
+        self.assertEqual((run.code, run.out), (0, "mira: 20 of 100\n"))  # 8 for M2, 4 for memory, 8 of the marker
+        self.assertIn("20 of 100 in all", (self.place / "mira" / "result.txt").read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    unittest.main()
