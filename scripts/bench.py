@@ -30,14 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.benches import stdlib
 from scripts.benches.engines import SHAPES
-from scripts.benches.rounds import cores, machine, prepare, quartiles, ratio
-from scripts.benches.stdlib import like_ours
+from scripts.benches.rounds import cores, machine, prepare
 from scripts.benches.tables import Table, document, picture, show
 from starter.backend import Backend, load_backend
 from starter.console import Console, check_writable, guarded, run_program
 from starter.decisions import counted
-
-__all__ = ["like_ours", "main", "quartiles", "ratio"]
 
 ROUNDS = {"stdlib": 7, "ladder": 5, "peers": 5, "checkpoint": 3}  # each suite takes some minutes
 

@@ -16,7 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench import like_ours, quartiles, ratio
+from scripts.benches.rounds import like_ours, quartiles, ratio
+from scripts.benches.tables import number
 from starter.errors import SchemaError
 from starter.metrics import Metrics, Summary
 from starter.report import build_model
@@ -31,7 +32,7 @@ class Source:
     """A file and all that can be quoted from it, as it is written: {"TTFT, median": "6.0 steps", ...}."""
 
     path: Path
-    kind: str  # "timeline", "bench" or "quantization"
+    kind: str  # "timeline", "bench", "tables" (what other suites than stdlib write) or "quantization"
     figures: Mapping[str, str]
     data: Any  # what the pictures are drawn from: the events, or the document
 
@@ -46,8 +47,9 @@ def read_source(path: Path) -> Source:
     else:
         document = read_json(path)
         try:
-            kind = "quantization" if "rows" in document else "bench"
-            figures = dict(_of_quantization(document) if kind == "quantization" else _of_bench(document))
+            kind, figures_of = (("quantization", _of_quantization) if "rows" in document else
+                                ("tables", _of_tables) if "tables" in document else ("bench", _of_bench))
+            figures = dict(figures_of(document))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise SchemaError(f"{path} is not what scripts/bench.py --json or scripts/quant_report.py --json writes "
                               f"({type(error).__name__}: {error})") from None
@@ -105,12 +107,29 @@ def _outputs(events: Iterable[Event]) -> str:
     return f"{len(ended)}, {hashlib.sha256(json.dumps(sorted(ended.items())).encode()).hexdigest()[:8]}"
 
 
-def _of_bench(document: Any) -> Figures:
-    about = document["machine"]
+def _of_machine(about: Any) -> Figures:
     yield "Python", about["python"]
     yield "system", about["system"]
     yield "cores", f"{about['cores']}"
     yield "packages", ", ".join(f"{name} {version}" for name, version in about["packages"].items() if version) or "none"
+
+
+def _of_tables(document: Any) -> Figures:
+    yield from _of_machine(document["machine"])
+    for table in document["tables"]:
+        for row in table["rows"]:
+            name = f"{table['title']}, {row['name']}"
+            if row["values"]:
+                low, median, high = quartiles(row["values"])
+                yield f"{name}: {table['unit']}", number(median)
+                yield f"{name}: middle half", f"{number(low)} to {number(high)}"
+                yield f"{name}: x {table['against']}", "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+                for heading, value in row["cells"].items():
+                    yield f"{name}: {heading}", "-" if value is None else format(value, table["columns"][heading])
+
+
+def _of_bench(document: Any) -> Figures:
+    yield from _of_machine(document["machine"])
     for row in document["products_ns"]:
         for name, value in row.items():
             if name not in ("rows", "columns"):

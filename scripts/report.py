@@ -2,7 +2,7 @@
 
     python3 starter/driver.py --fixture fixtures/tiny_model.json --timeline cached.jsonl
     python3 starter/driver.py --fixture fixtures/tiny_model.json --timeline uncached.jsonl --no-cache
-    python3 scripts/bench.py --json bench.json
+    python3 scripts/bench.py --suite ladder --json bench.json
     python3 scripts/quant_report.py --json quantized.json
     python3 scripts/report.py uncached.jsonl cached.jsonl bench.json quantized.json -o REPORT.md
     python3 scripts/report.py --check REPORT.md
@@ -30,8 +30,8 @@ from urllib.parse import quote, unquote
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts import quant_report
-from scripts.bench import quartiles
+from scripts.benches.rounds import quartiles
+from scripts.benches.tables import chart as spread_chart
 from scripts.charts import bars, lines
 from scripts.figures import Source, read_source
 from starter.console import EXIT_DIFFERS, EXIT_OK, Console, guarded, run_program
@@ -86,6 +86,8 @@ class Page:
         for name, source in self._named.items():
             if source.kind == "bench":
                 self._bench(name, source)
+            elif source.kind == "tables":
+                self._tables(name, source)
             elif source.kind == "quantization":
                 self._quantization(name, source)
 
@@ -111,6 +113,14 @@ class Page:
             self._table(f"{name}: speed in the {shape} shape", "", list(found["tokens_per_second"]), SPEED,
                         lambda row, column, shape=shape: (source, f"{shape}, {row}: {column}"))
             self._picture(f"speed-{shape}", [source])
+
+    def _tables(self, name: str, source: Source) -> None:
+        self._environment(name, source, ("Python", "system", "cores", "packages"))
+        for number, table in enumerate(source.data["tables"]):
+            columns = [table["unit"], "middle half", f"x {table['against']}", *table["columns"]]
+            self._table(f"{name}: {table['title']}", "", [row["name"] for row in table["rows"]], columns,
+                        lambda row, column, title=table["title"]: (source, f"{title}, {row}: {column}"))
+            self._picture(f"table-{number}", [source])
 
     def _quantization(self, name: str, source: Source) -> None:
         self._environment(name, source, ("poems", "samples"))
@@ -145,7 +155,12 @@ class Page:
 def draw(chart: str, sources: Sequence[Source]) -> str:
     """A picture by its name, as SVG."""
     if chart == "quantization":
-        return quant_report.drawing([quant_report.Row(**row) for row in sources[0].data["rows"]])
+        from scripts.quant_report import Row, drawing  # much to load, for this picture alone
+        return drawing([Row(**row) for row in sources[0].data["rows"]])
+    if chart.startswith("table-"):
+        table = sources[0].data["tables"][int(chart[len("table-"):])]
+        return spread_chart(f"{table['title']}, {table['unit']}",
+                            {row["name"]: quartiles(row["values"]) for row in table["rows"] if row["values"]})
     if chart.startswith("speed-"):
         results = sources[0].data["shapes"][chart[len("speed-"):]]["tokens_per_second"]
         middle = {name: quartiles(values) for name, values in results.items()}

@@ -72,6 +72,11 @@ def ratio(values: Sequence[float], peer: Sequence[float] | None) -> str:
     return f"{times(values, peer):.2f}" if peer else "-"
 
 
+def like_ours(name: str) -> str:
+    """The transformers of the same batch."""
+    return f"transformers, {'batch 8' if 'batch 8' in name else 'batch 1'}"
+
+
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

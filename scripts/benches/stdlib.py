@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from scripts.benches.engines import SHAPES, Ours, with_characters
-from scripts.benches.rounds import Run, cores, machine, measure, quartiles, ratio
+from scripts.benches.rounds import Run, cores, like_ours, machine, measure, quartiles, ratio
 from scripts.benches.tables import chart
 from scripts.benches.theirs import llama2_py, transformers
 from scripts.charts import one_below_another
@@ -131,8 +131,3 @@ def picture(report: dict[str, Any]) -> str:
     return one_below_another([
         chart(f"{shape} shape, tokens/s", {name: quartiles(values) for name, values in found.items()})
         for shape, found in results.items()])
-
-
-def like_ours(name: str) -> str:
-    """The transformers of the same batch."""
-    return f"transformers, {'batch 8' if 'batch 8' in name else 'batch 1'}"
