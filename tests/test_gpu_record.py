@@ -211,7 +211,8 @@ class SwitchTest(unittest.TestCase):
         environment = {name: value for name, value in os.environ.items() if not name.startswith("P07_")}
         done = subprocess.run([sys.executable, "-X", "importtime", "-m", "unittest", "discover", "-s", "acceptance",
                                "-p", "test_win_4060ti.py", "-v"], cwd=ROOT, env=environment, text=True,
-                              capture_output=True, check=True)
+                              capture_output=True, check=False)
+        self.assertIn(done.returncode, (0, 5))  # 5: from Python 3.12 on, where no test has run
         self.assertIn("SKIPPED: needs a GPU; set P07_WIN_4060TI=1", done.stderr)
         imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
         self.assertIn("test_win_4060ti", imported)
