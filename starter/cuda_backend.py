@@ -10,9 +10,10 @@ them: hidden states are arrays [T, columns] on the device, and never leave it. W
     device -> host    two numbers for each row whose next token is due: the likeliest token and its log-probability;
                       all logits of a row only where somebody samples from them
 
-Weights and pages are float32 or float16 (``dtype``), or packed int8 and int4 codes; sums are float32 always. A row's
-sums are those of its own numbers, but another kernel forms them when it is alone than when it is one of several, so
-"batch equals solo" means equal greedy tokens here, not equal bits.
+Weights and pages are float32 or float16 (``dtype``), or packed int8 and int4 codes; sums are float32 always. In
+float16 pages a key or value beyond 65,504 becomes infinite, which ends its request ("the logits hold NaN or infinity").
+A row's sums are those of its own numbers, but another kernel forms them when it is alone than when it is one of
+several, so "batch equals solo" means equal greedy tokens here, not equal bits.
 
 Executed on the CPU, compiled for sm_89 (``scripts/compile_kernels.py``), not yet run on a GPU.
 """
@@ -133,12 +134,13 @@ class CudaBackend:
 
     def _turns(self, positions: Sequence[int], frequencies: tuple[float, ...]) -> Array:
         """The angles of a step's rows, kept for its other calls."""
-        if self._turned[:2] != (positions, frequencies):
+        known_positions, known_frequencies, turns = self._turned
+        if (known_positions, known_frequencies) != (positions, frequencies):
             turns = self.device.empty((len(positions), len(frequencies)), wp.vec2)
             self.device.threads(kernels.turns, turns.shape, self._integers(positions),
                                 self.device.put(frequencies, wp.float64), turns)
             self._turned = list(positions), frequencies, turns
-        return self._turned[2]
+        return turns
 
     def attend(self, q: Array, k: Array, v: Array, layer: int, store: CudaKVStore, batch: Batch) -> Array:
         write, attend = (kernels.forms[kernel, store.dtype] for kernel in (kernels.write_pages, kernels.attend))

@@ -11,7 +11,9 @@ Executed on the CPU, compiled for sm_89 (``scripts/compile_kernels.py``), not ye
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from math import prod
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from .errors import BackendError
 Array = Any  # warp.array
 
 NUMBERS: dict[str, Any] = {"float32": wp.float32, "float16": wp.float16}  # how weights and pages can be stored
+_PROCESSOR = RLock()  # two threads that launch on the processor at once share an arena there, and crash
 BLOCKS = (1, 32, 64, 128, 256)  # threads of a block: one, or whole warps of 32
 
 
@@ -33,6 +36,7 @@ class Device:
     def __init__(self, name: str, block: int | None = None, free_bytes: int | None = None) -> None:
         self.wp = _find(name)
         self.name, self.is_cuda = name, bool(self.wp.is_cuda)
+        self._one_at_a_time = nullcontext() if self.is_cuda else _PROCESSOR
         self.block = (128 if self.is_cuda else 1) if block is None else block
         if self.block not in BLOCKS:
             raise BackendError(f"a block has {', '.join(map(str, BLOCKS))} threads, not {block!r}")
@@ -54,11 +58,13 @@ class Device:
 
     def threads(self, kernel: Any, shape: Sequence[int], *arguments: Any) -> None:
         """Run the kernel for each index of a shape."""
-        wp.launch(kernel, dim=tuple(shape), inputs=arguments, device=self.wp, block_dim=self.block)
+        with self._one_at_a_time:
+            wp.launch(kernel, dim=tuple(shape), inputs=arguments, device=self.wp, block_dim=self.block)
 
     def blocks(self, kernel: Any, shape: Sequence[int], *arguments: Any) -> None:
         """Run the kernel in a block of threads for each index of a shape."""
-        wp.launch_tiled(kernel, dim=list(shape), inputs=arguments, device=self.wp, block_dim=self.block)
+        with self._one_at_a_time:
+            wp.launch_tiled(kernel, dim=list(shape), inputs=arguments, device=self.wp, block_dim=self.block)
 
     def driver_peak(self) -> int | None:
         """The most bytes that the driver's pool has given out, as the driver counts; None where there is none."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from math import inf
-from threading import Lock
+from threading import RLock
 from typing import TypeVar
 
 from .errors import BackendError
@@ -42,7 +42,7 @@ class DeviceMemory:
         self.live = 0  # bytes of the arrays that exist
         self.peak = 0
         self.planned = 0  # bytes of the largest plan: what was live then, and what was to come
-        self._lock = Lock()
+        self._lock = RLock()  # garbage is collected at any moment, and an array's end is counted then
 
     def plan(self, parts: Mapping[str, int]) -> None:
         """These bytes are going to be allocated. BackendError with the whole sum where they do not fit."""
@@ -59,10 +59,12 @@ class DeviceMemory:
         """What ``make`` returns, an array of so many bytes. BackendError where it would go beyond the limit, or where
         the device fails to give it: nothing is counted then."""
         with self._lock:
-            if self.live + nbytes > self.limit:
-                raise BackendError(f"out of memory: {nbytes:,} bytes more than the {self.live:,} already held are "
-                                   f"beyond the {self.limit:,} that {self.device} may use")
-            self.live += nbytes
+            held, fits = self.live, self.live + nbytes <= self.limit
+            if fits:
+                self.live += nbytes
+        if not fits:
+            raise BackendError(f"out of memory: {nbytes:,} bytes more than the {held:,} already held are beyond the "
+                               f"{self.limit:,} that {self.device} may use")
         try:
             made = make()
         except (RuntimeError, MemoryError) as error:

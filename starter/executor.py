@@ -31,13 +31,14 @@ class Executor:
         try:
             return self._forward(pieces)
         except Exception:
-            rows: dict[str, Row] = {}
-            for sequence_id, piece in pieces.items():
-                try:
-                    rows.update(self._forward({sequence_id: piece}))
-                except Exception as error:
-                    rows[sequence_id] = error
-            return rows
+            alone = pieces.items()  # tried below, where no traceback holds what the whole batch took of a device
+        rows: dict[str, Row] = {}
+        for sequence_id, piece in alone:
+            try:
+                rows.update(self._forward({sequence_id: piece}))
+            except Exception as error:
+                rows[sequence_id] = error.with_traceback(None)  # nor what this one took
+        return rows
 
     def _forward(self, pieces: Mapping[str, Piece]) -> dict[str, Row]:
         if not pieces:

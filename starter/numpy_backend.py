@@ -136,7 +136,7 @@ class NumpyBackend:
 
     def logits(self, x: Array) -> Sequence[Sequence[float]]:
         best = x.argmax(axis=1)                                                     # of equals, the first
-        with np.errstate(invalid="ignore"):  # inf - inf
+        with np.errstate(invalid="ignore", over="ignore"):  # inf - inf, or numbers of which the sampler will complain
             above = np.exp(x - x[range(len(x)), best][:, None])                     # [wanted, vocab_size]
         logprobs = -np.log(above @ np.ones(x.shape[1], dtype=np.float32))
         return [Logits(token, logprob, row) if isfinite(logprob) else row.tolist()

@@ -58,6 +58,19 @@ class PackedMatrix:
             self.zero_points = np.array(tensor.zero_points).reshape(rows, -1).T.copy()
         elif tensor.bits == 4:
             self.zero_points = np.array([[8]], dtype=np.int16)
+        self._forget_grids_of_zeros()
+
+    def _forget_grids_of_zeros(self) -> None:
+        """A group of zeros gets the scale 0: its own may be large, and sum(code * x) - zero * sum(x) would leave its
+        rounding among the sums of the others."""
+        if self.zero_points is None:
+            return
+        rows, columns = self.shape
+        zeros = np.broadcast_to(self.zero_points, self.scales.shape)
+        for part in _tiles(rows, columns):
+            differs = self._floats(self.codes[part]) != zeros[:, part].T[:, :, None]
+            differs.reshape(len(differs), -1)[:, columns:] = False  # beyond the last column
+            self.scales[:, part] *= differs.any(axis=2).T
 
     @property
     def nbytes(self) -> int:
@@ -69,10 +82,8 @@ class PackedMatrix:
         rows, columns = self.shape
         by_group = self._by_group(x)
         multiply = self._grouped if len(x) <= FEW or self.groups == 1 else self._scaled
-        step = max(1, TILE // columns)
         out = np.empty((len(x), rows), dtype=np.float32)
-        for start in range(0, rows, step):
-            part = slice(start, start + step)
+        for part in _tiles(rows, columns):
             out[:, part] = multiply(part, by_group)
         if self.zero_points is not None:
             out -= by_group.sum(axis=1).T @ (self.scales * self.zero_points)
@@ -117,6 +128,12 @@ class PackedMatrix:
             np.copyto(room[:, :columns], codes)
         room[:, columns:] = 0.0
         return room[:, :width].reshape(len(codes), self.groups, self.group_size)
+
+
+def _tiles(rows: int, columns: int) -> list[slice]:
+    """The rows of each tile."""
+    step = max(1, TILE // columns)
+    return [slice(start, start + step) for start in range(0, rows, step)]
 
 
 def _halves(packed: Array, columns: int, flip: int) -> Array:

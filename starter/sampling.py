@@ -75,15 +75,16 @@ def sample(logits: Sequence[float], params: SamplingParams, draws: Draws, prompt
     adjusted = adjust(logits, params, prompt, generated, end_tokens)
     best = highest if adjusted is logits else _highest(adjusted, "the adjusted logits")
     token = adjusted.index(best) if params.temperature == 0.0 else _draw(adjusted, best, params, draws)
-    norm = _log_of_sum(logits, highest)
-    return Choice(token, logits[token] - norm, _top_logprobs(logits, norm, token, params.logprobs))
+    rest = _log_of_odds(logits, highest)
+    return Choice(token, logits[token] - highest - rest, _top_logprobs(logits, highest, rest, token, params.logprobs))
 
 
-def _log_of_sum(logits: Sequence[float], highest: float) -> float:
-    """log(sum(exp(logits))), shifted by the highest only where exp could over- or underflow: a third less time."""
+def _log_of_odds(logits: Sequence[float], highest: float) -> float:
+    """log(sum(exp(logit - highest))): minus the log probability of the highest. Each logit is shifted only where exp
+    could over- or underflow, which saves a third of the time."""
     if -600.0 < highest < 600.0:  # exp(600) times any vocabulary is a double
-        return log(sum(map(exp, logits)))
-    return highest + log(sum(map(exp, map(sub, logits, repeat(highest)))))
+        return log(sum(map(exp, logits))) - highest
+    return log(sum(map(exp, map(sub, logits, repeat(highest)))))
 
 
 def _highest(logits: Sequence[float], what: str) -> float:
@@ -93,14 +94,14 @@ def _highest(logits: Sequence[float], what: str) -> float:
     return highest
 
 
-def _top_logprobs(logits: Sequence[float], norm: float, token: int,
+def _top_logprobs(logits: Sequence[float], highest: float, rest: float, token: int,
                   number: int | None) -> tuple[tuple[int, float], ...]:
     if number is None:
         return ()
     tokens = nsmallest(number, range(len(logits)), key=lambda other: (-logits[other], other))
     if token not in tokens:
         tokens.append(token)
-    return tuple((other, logits[other] - norm) for other in tokens if logits[other] > -inf)
+    return tuple((other, logits[other] - highest - rest) for other in tokens if logits[other] > -inf)
 
 
 def adjust(logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], generated: Sequence[int],

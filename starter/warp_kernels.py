@@ -125,12 +125,12 @@ def best_tokens(logits: wp.array2d[float], out: wp.array1d[wp.vec2d]) -> None:
     if best < highest:
         token = width
     first = wp.tile_min(wp.tile(token))[0]
-    odds = wp.float32(0.0)
+    odds = wp.float64(0.0)  # a thread may add a hundred thousand
     for column in range(thread, width, wp.block_dim()):
-        odds += wp.exp(logits[row, column] - highest)
+        odds += wp.float64(wp.exp(logits[row, column] - highest))
     total = wp.tile_sum(wp.tile(odds))[0]
     if thread == 0:
-        out[row] = wp.vec2d(wp.float64(first), wp.float64(-wp.log(total)))
+        out[row] = wp.vec2d(wp.float64(first), -wp.log(total))
 
 
 # ----------------------------------------------------------------------------------------------- products

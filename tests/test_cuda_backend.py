@@ -6,6 +6,8 @@ import gc
 import json
 import pickle
 import random
+import subprocess
+import sys
 import tempfile
 import unittest
 from array import array
@@ -133,6 +135,23 @@ class CudaBackendTest(unittest.TestCase):
         logits = [[list(row) for row in model.forward(Batch.of(pieces, 4), store)] for store in (clean, dirty)]
         self.assertEqual(*logits)
 
+    def test_two_engines_in_two_threads(self) -> None:
+        """In a process of its own: on the processor, launches that meet crash it."""
+        script = """
+import threading
+from starter import InferenceEngine, load_backend, load_scenario
+scenario = load_scenario("fixtures/tiny_model.json")
+engines = [InferenceEngine.from_scenario(scenario, load_backend("cuda", device="cpu"), num_pages=60) for _ in "ab"]
+wanted, found = [engine.generate([[1, 2, 3]], 12) for engine in engines], []
+def serve(engine):
+    found.extend(engine.generate([[1, 2, 3]], 12) for _ in range(15))
+threads = [threading.Thread(target=serve, args=[engine]) for engine in engines]
+[thread.start() for thread in threads]; [thread.join() for thread in threads]
+assert found == wanted[:1] * 30, found
+"""
+        done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
     def test_greedy_sampling_takes_two_numbers_of_a_row(self) -> None:
         """Its logits stay on the device; only who draws a token looks at all of them."""
         from starter.cuda_backend import DeviceRow
@@ -250,6 +269,17 @@ class MemoryTest(unittest.TestCase):
                 self.assertLessEqual(backend.memory.peak, backend.memory.planned)
                 held = model.weight_bytes + 40 * store.page_bytes
                 self.assertGreater(3 * (backend.memory.peak - held), backend.memory.planned - held)
+
+    def test_a_long_prompt_that_fits_alone_is_served_beside_others(self) -> None:
+        backend = cuda()
+        prompts = [[i % 9 + 1] * 50 for i in range(4)]
+        with InferenceEngine.from_scenario(load_scenario(FIXTURE), backend, budget_tokens=256, num_pages=60,
+                                           prefix_sharing=False) as engine:
+            wanted = [engine.generate([prompt], 3)[0] for prompt in prompts]
+            base, backend.memory.peak = backend.memory.live, backend.memory.live
+            engine.generate(prompts[:1], 3)
+            backend.memory.limit = base + 11 * (backend.memory.peak - base) // 10
+            self.assertEqual(engine.generate(prompts, 3), wanted)
 
     def test_out_of_memory_ends_the_request_and_not_the_engine(self) -> None:
         """In one step a prompt too long for what memory is left, and a short one: the short one goes on, its tokens the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import unittest
 
 from starter.device_memory import DeviceMemory
@@ -58,6 +59,19 @@ class DeviceMemoryTest(unittest.TestCase):
             with self.subTest(failure=failure), self.assertRaisesRegex(BackendError, f"did not give.*{failure}"):
                 self.memory.allocate(100, make)
             self.assertEqual((self.memory.live, self.memory.peak), (0, 0))
+
+    def test_an_array_may_end_while_memory_is_counted(self) -> None:
+        """Garbage is collected at any moment, in the thread that holds the lock, too."""
+        held = [self.memory.allocate(500, Array)]
+
+        def collected_inside() -> None:
+            with self.memory._lock:
+                held.clear()
+
+        thread = threading.Thread(target=collected_inside, daemon=True)
+        thread.start()
+        thread.join(10)
+        self.assertEqual((thread.is_alive(), self.memory.live), (False, 0))
 
     def test_where_nothing_is_known_nothing_is_refused(self) -> None:
         memory = DeviceMemory("cpu", free=None)

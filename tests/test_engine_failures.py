@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import unittest
+import weakref
 from collections.abc import Sequence
 from itertools import count, product
 
+from starter.batch import Batch, Piece
 from starter.engine import InferenceEngine
+from starter.errors import BackendError
+from starter.executor import Executor
 from starter.scheduler import REFUSAL_LIMIT
 from starter.schema import SamplingParams
 from tests.support import (
@@ -25,6 +29,10 @@ from tests.support import (
     outcome,
     solo,
 )
+
+
+class _Scratch(set[int]):
+    """Memory that can be seen to be gone."""
 
 
 class Cancel(EngineCase):
@@ -162,6 +170,25 @@ class Failures(EngineCase):
                 self.assertEqual(events[-1].error, f"OSError: no luck with token {POISON}")
                 self.check_outcomes(engine, HEALTHY_FIVE)
                 self.assertGreater(len(HEALTHY_FIVE), 2)
+
+    def test_what_a_failed_try_has_taken_is_free_before_the_next(self) -> None:
+        """A device out of memory for all together, and for one of them: the others have all of it."""
+        taken: list[weakref.ref[_Scratch]] = []
+
+        class Device:
+            def forward(self, batch: Batch, store: object) -> list[list[float]]:
+                held = sum(ref() is not None for ref in taken)
+                scratch = _Scratch(batch.tokens)
+                taken.append(weakref.ref(scratch))
+                if held or len(batch.spans) > 1 or 7 in scratch:
+                    raise BackendError(f"out of memory, {held} held")
+                return [[1.0]]
+
+        executor = Executor(Device(), object(), 4)  # type: ignore[arg-type]
+        pieces = {name: Piece([token], 0, (token,), True) for name, token in (("a", 1), ("b", 7), ("c", 2), ("d", 3))}
+        rows = executor.run(pieces)
+        self.assertEqual({name: str(row) for name, row in rows.items()},
+                         {"a": "[1.0]", "b": "out of memory, 0 held", "c": "[1.0]", "d": "[1.0]"})
 
     def test_a_backend_that_always_fails_ends_everybody_once(self) -> None:
         def fault(moment: str, tokens: Sequence[int]) -> None:

@@ -70,6 +70,17 @@ class PackedMatrixTest(unittest.TestCase):
                     for value, row in zip(mine, rows, strict=True):
                         self.assertAlmostEqual(value, fsum(a * b for a, b in zip(row, vector)), delta=2e-5)
 
+    def test_a_group_of_zeros_leaves_no_trace_in_the_others_sums(self) -> None:
+        """Its scale is 1 and its zero point 8: large, beside what the others hold."""
+        dice = random.Random(3)
+        row = [0.0] * 1000 + [dice.gauss(0, 1e-3) for _ in range(10)] + [0.0] * 7
+        x = [dice.uniform(0.5, 3.5) for _ in row]
+        for config in (QuantizationConfig(4, 10), QuantizationConfig(4, 10, symmetric=False), QuantizationConfig(4, 3)):
+            tensor = quantize([row, [0.0] * len(row)], config)
+            got = self.made(tensor).times(self.np.array([x], dtype=self.np.float32))[0]
+            self.assertAlmostEqual(got[0], fsum(a * b for a, b in zip(dequantize(tensor)[0], x)), delta=1e-8)
+            self.assertEqual(got[1], 0.0)
+
     def test_groups_that_need_float64(self) -> None:
         """Zero points beyond int16 make a tensor keep float64 scales; they lose nothing here either."""
         tensor = quantize([[1e6 + 1e-3 * c for c in range(6)], [0.5] * 6], QuantizationConfig(8, 3, symmetric=False))

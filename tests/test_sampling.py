@@ -180,6 +180,13 @@ class Distribution(unittest.TestCase):
         for level in (-1e5, -700.0, -599.0, 0.0, 599.0, 700.0, 1e5):  # exp would over- or underflow at some
             self.assertAlmostEqual(sample([level] * 4, SamplingParams(), Fresh()).logprob, -log(4.0))
 
+    def test_tied_logits_of_any_size_share_the_probability(self) -> None:
+        for size in (0.0, 1e5, -1e5, 1e16, 1e300, -1e300):
+            choice = sample([size, size, size - abs(size) - 100.0], SamplingParams(logprobs=2), Fresh())
+            self.assertAlmostEqual(choice.logprob, -log(2.0))
+            self.assertEqual([token for token, _ in choice.top_logprobs], [0, 1])
+            self.assertAlmostEqual(choice.top_logprobs[1][1], -log(2.0))
+
     def test_the_likeliest_tokens_and_the_chosen_one(self) -> None:
         """K078, K079"""
         ranking = [1, 3, 7, 4, 0, 6, 2, 5]  # of equals, the lower token first
