@@ -1,6 +1,6 @@
 """How far is the engine? All milestones, one, or one test; each failure explains itself.
 
-    python3 -m acceptance                          M1 15 of 15 done ... M4 3 of 16
+    python3 -m acceptance                          M1 15 of 15 done ... M4 3 of 15
     python3 -m acceptance M2                       one milestone
     python3 -m acceptance test_dirty_pages         tests whose names contain this
     python3 -m acceptance --seed 4711              the same models, weights and prompts again

@@ -58,6 +58,8 @@ def main() -> int:
     for name, value in (("rounds", rounds), ("threads", options.threads)):
         if value < 1:
             parser.error(f"--{name} must be at least 1, not {value}")
+    if options.backend and options.suite in ("stdlib", "checkpoint"):
+        parser.error(f"suite {options.suite} has a backend of its own; --backend is for ladder and peers")
     if options.device and "cuda" not in (options.backend or ()):
         parser.error("--device is for --backend cuda")
     prepare(options.threads)

@@ -19,6 +19,7 @@ import json
 import struct
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -33,6 +34,8 @@ def main(arguments=None):
     parser.add_argument("--block", type=int, default=BLOCK, help="threads of a block")
     parser.add_argument("--out", type=Path, help="folder to keep PTX, cubin and kernels.json in")
     options = parser.parse_args(arguments)
+    if not find_spec("warp"):
+        parser.error("the compiler is in the package warp-lang: pip install '.[cuda]'")
     with tempfile.TemporaryDirectory() as folder:
         record = compile_kernels(options.arch, options.block, options.out or Path(folder))
     print(f"sm_{options.arch}, blocks of {options.block}, Warp {record['warp']}: PTX {record['ptx_bytes']:,} bytes, "

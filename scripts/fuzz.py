@@ -364,6 +364,8 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--operations", type=int, default=100, help="for each seed")
     options = parser.parse_args()
+    if options.seeds < 1 or options.operations < 1:
+        parser.error(f"--seeds and --operations are numbers from 1, not {options.seeds} and {options.operations}")
     console = Console(sys.stderr)
     for seed in range(options.first, options.first + options.seeds):
         try:

@@ -159,6 +159,10 @@ def main():
     load_all()
     wanted = {"complete": "all", **dict.fromkeys(DIFFERENT, "all"), **{
         name: test for name, test in meant().items() if name in MISTAKES}}
+    if unknown := set(options.names) - set(wanted):
+        parser.error(f"there is no {min(unknown)}; docs/hidden.md lists the names")
+    if options.seeds < 1 or options.jobs < 1:
+        parser.error("--seeds and --jobs are numbers from 1")
     if options.names:
         wanted = {name: wanted[name] for name in options.names}
     if options.every_test:
