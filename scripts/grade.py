@@ -24,6 +24,7 @@ Exit code 0: graded, whatever the points. 1: something could not be graded, or -
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import os
 import sys
@@ -36,8 +37,8 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.grading import gradescope, results
 from scripts.grading.class_run import grade_class
-from scripts.grading.form import FormError
-from scripts.grading.grade import Grade
+from scripts.grading.form import FormError, OpenForm, checked
+from scripts.grading.grade import Grade, all_tests
 from scripts.grading.sandbox import Limits
 from scripts.release_student import release
 from starter.console import EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_OK, guarded, run_program
@@ -71,51 +72,96 @@ def main(arguments=None):
         return guarded(lambda: build(options.gradescope, seed))
     if not options.submissions or options.jobs < 1:
         parser.error("name at least one submission, and at least one job")
+    if options.time < 1 or options.memory < 1:
+        parser.error(f"--time {options.time} --memory {options.memory}: both must be at least 1")
     return guarded(lambda: grade(options, seed))
 
 
 def grade(options, seed):
     """Grade all, write each as soon as it is done, then what is seen in them together."""
+    submissions, only = expanded(options.submissions), known(options.tests)
+    options.out.mkdir(parents=True, exist_ok=True)
     limits = Limits(all=options.time, memory=options.memory << 20)
 
     def done(one):
         results.write(one, options.out / one.name)
         came_to = one.problem or f"{one.automatic:g} of {one.automatic_most:g} automatic points"
-        print(f"{one.name}: {came_to}", flush=True)
+        print(results.one_line(f"{one.name}: {came_to}"), flush=True)
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         given = Path(folder, "given")
         release(given)
-        found = grade_class(options.submissions, ROOT, seed, pool, limits, tuple(options.tests), options.show_seed,
-                            given / "starter", done)
+        found = grade_class(submissions, ROOT, seed, pool, limits, only, options.show_seed, given / "starter", done,
+                            options.out.resolve())
     if len(found.grades) == 1:
         print(results.text(found.grades[0]), end="")
     else:
-        (options.out / "class.csv").write_text(found.csv(), encoding="utf-8", newline="\n")
-        (options.out / "summary.txt").write_text(found.summary(), encoding="utf-8", newline="\n")
+        for name, content in found.files().items():
+            results.save(options.out / name, content)
         print(found.summary(), end="")
     return EXIT_DIFFERS if any(one.problem for one in found.grades) else EXIT_OK
 
 
+def expanded(paths):
+    """The submissions. The shell of Windows leaves * and ? to the program."""
+    found = []
+    for path in paths:
+        if path.exists() or not set("*?") & set(str(path)):
+            found.append(path)
+        elif places := sorted(glob.glob(str(path))):
+            found += map(Path, places)
+        else:
+            raise RequestError(f"{path}: there is no such folder or zip file")
+    return found
+
+
+def known(parts):
+    """Parts of names of tests, if there are tests with each of them."""
+    tests = [test for kind in all_tests(ROOT) for test in kind] if parts else []
+    for part in parts:
+        if part not in "Commands" and not any(part in test for test in tests):
+            kinds = sorted({test.partition(".")[0] for test in tests})
+            raise RequestError(f"--tests {part}: no test has this in its name; there are {', '.join(kinds)}, each with "
+                               "its tests (M1Reference.test_greedy_generation), and Commands, which run together")
+    return tuple(parts)
+
+
 def merge(folder):
-    """Let every filled-in form below a folder join its result."""
-    graded, problems = [], 0
-    for path in sorted(folder.rglob("marker.json")):
-        one = Grade.from_dict(json.loads(path.with_name("result.json").read_text(encoding="utf-8")))
+    """Let every filled-in form below a folder join its result. Every submission keeps its row in the class's table."""
+    grades = {path.parent: graded(path) for path in sorted(folder.rglob("result.json"))}
+    forms = [place for place in grades if (place / "marker.json").is_file()]
+    if not forms:
+        raise RequestError(f"there is no marker.json below {folder}: grade first")
+    still_open, problems, merged = [], 0, 0
+    for place in forms:
+        one, path = grades[place], place / "marker.json"
         try:
-            one.merge(json.loads(path.read_text(encoding="utf-8")))
+            one.merge(checked(json.loads(path.read_text(encoding="utf-8-sig"))))
+        except OpenForm:
+            grades[place] = graded(place / "result.json")
+            still_open += [one.name] * (not one.problem)
         except (FormError, ValueError) as error:
+            grades[place] = graded(place / "result.json")
             print(f"{path}: {error}", file=sys.stderr)
             problems += 1
-            continue
-        results.write(one, path.parent)
-        graded.append(one)
-        print(f"{one.name}: {one.total:g} of 100")
-    if not graded and not problems:
-        raise RequestError(f"there is no marker.json below {folder}: grade first")
-    if len(graded) > 1:
-        (folder / "class.csv").write_text(results.table(graded), encoding="utf-8", newline="\n")
-    return EXIT_BAD_INPUT if problems else EXIT_OK
+        else:
+            results.write(one, place)
+            merged += 1
+            print(f"{one.name}: {one.total:g} of 100")
+    if len(grades) > 1 or (folder / "class.csv").is_file():
+        results.save(folder / "class.csv", results.table(grades.values()))
+    if still_open:
+        print(f"still open, since lines have no points yet: {', '.join(still_open)}",
+              file=sys.stdout if merged else sys.stderr)
+    return EXIT_BAD_INPUT if problems or (still_open and not merged) else EXIT_OK
+
+
+def graded(path):
+    """A result as it was written."""
+    try:
+        return Grade.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RequestError(f"{path} is no result of this program ({error}): grade that submission again") from None
 
 
 def build(out, seed):

@@ -19,12 +19,12 @@ from time import monotonic
 from unittest import mock
 
 from scripts import grade as command
-from scripts.grading import class_run
+from scripts.grading import class_run, runner
 from scripts.grading import grade as grading
 from scripts.grading.class_run import distinct_names, grade_class
-from scripts.grading.grade import Grade, grade_one, hidden_digest
+from scripts.grading.grade import Grade, grade_one, hidden_digest, inner, sha
 from scripts.grading.rubric import Rubric
-from scripts.grading.runner import Outcome, _take, run_tests, told
+from scripts.grading.runner import Draw, Outcome, _take, run_tests, told
 from scripts.grading.sandbox import Limits, Sandbox
 from scripts.grading.similarity import Fingerprint
 from tests.extras import needs
@@ -46,7 +46,7 @@ class Folders(unittest.TestCase):
         return [self.place / name for name in names]
 
 
-def marked(source, teacher, seed, limits, only, show_seed, given):
+def marked(source, teacher, seed, limits, only, show_seed, given, **more):
     """In place of ``grade_one``: no submission is run. The workers of a pool can be handed it."""
     if source.name == "breaks":
         raise OSError("the worker is gone")
@@ -134,7 +134,7 @@ class Believing(unittest.TestCase):
     def test_without_time_everything_has_failed(self):
         with tempfile.TemporaryDirectory() as folder:
             box = Sandbox(Path(folder), Path(folder, "scratch"), Limits(all=0))
-            found = run_tests(box, ROOT, ["a", "b"], "seed", None, monotonic())
+            found = run_tests(box, ROOT, ["a", "b"], Draw("mine"), Draw("judges"), monotonic())
         self.assertEqual([outcome.state for outcome in found.values()], ["failed", "failed"])
         self.assertIn("may take 0 seconds", found["a"].message)
 
@@ -146,9 +146,9 @@ class Believing(unittest.TestCase):
                  "--timelines replay", "python3 -m acceptance hidden HiddenCache.test_x_2 --seed 's' --show-seed "
                  "--timelines replay")):
             message = f"replay: python3 -m acceptance {test} --seed DIGEST --timelines replay"
-            self.assertEqual(told(message, test, "DIGEST", None), f"replay: {plain}")
-            self.assertEqual(told(message, test, "DIGEST", "s"), f"replay: {shown}")
-            self.assertNotIn("DIGEST", told("see DIGEST here", test, "DIGEST", None))
+            self.assertEqual(told(message, test, Draw("DIGEST")), f"replay: {plain}")
+            self.assertEqual(told(message, test, Draw("DIGEST", "s")), f"replay: {shown}")
+            self.assertNotIn("DIGEST", told("see DIGEST here", test, Draw("DIGEST")))
 
     def test_the_hidden_seed_is_that_of_the_command(self):
         sys.path.insert(0, str(ROOT / "acceptance"))
@@ -161,6 +161,41 @@ class Believing(unittest.TestCase):
 
 class Real(Folders):
     """The complete engine, for one test, and one that cheats."""
+
+    def test_what_a_submission_can_see_draws_other_scenarios(self):
+        """The digest that it finds inside, and says backwards, is another than the judge's, which none of its processes
+        is told."""
+        grade = self.grade("""
+import os
+def found(self):
+    raise RuntimeError(os.environ["P07_SEED"][::-1])
+KVCacheManager.stats = found
+""")
+        said = grade.tests["M2KVCache.test_counters"].message
+        self.assertIn(sha("public", inner(SEED))[::-1], said)
+        self.assertNotIn(sha("public", SEED)[::-1], said)
+        jobs = []
+
+        def listen(command, job, *more):
+            jobs.append((job["seed"], json.dumps([command, job["worker"]]) if "worker" in job else ""))
+            return "ended"
+
+        ids = ["M2KVCache.test_counters"]
+        with mock.patch.object(runner, "run_lines", listen):
+            box = Sandbox(self.place, self.place / "scratch", Limits())
+            for way, draw in ((runner._inside, Draw("mine")), (runner._outside, Draw("judges"))):
+                runner._run(way, ids, box, ROOT, draw, monotonic() + 60)
+        self.assertEqual([seed for seed, _ in jobs], ["mine", "judges"])
+        self.assertNotIn("judges", jobs[1][1])
+
+    def test_results_are_hidden(self):
+        [source] = self.submissions("s/starter")
+        (source / "__init__.py").write_text("", encoding="utf-8")
+        out = self.place / "out"
+        with mock.patch.object(grading, "_grade") as run:
+            grade_one(self.place / "s", ROOT, SEED, out=out)
+        box = run.call_args.args[3]
+        self.assertTrue({out, self.place} <= set(box.secret), box.secret)
 
     def grade(self, code=""):
         shutil.copytree(ROOT / "starter", self.place / "s" / "starter", ignore=shutil.ignore_patterns("__pycache__"))

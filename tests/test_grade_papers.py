@@ -36,6 +36,12 @@ class Papers(unittest.TestCase):
             self.assertEqual((found["problem"], found["missing"], found["empty"]),
                              ("it is the blank template", [], list(SECTIONS)))
 
+    def test_what_is_told_is_bounded(self):
+        found = self.design("\n".join(f"# {i} {'long' * 500}\n{WORDS}" for i in range(500)))
+        self.assertLessEqual(len(json.dumps(found)), 150_000)
+        (self.place / "bad.jsonl").write_text("x" * 100_000 + "\n", encoding="utf-8")
+        self.assertLess(len(json.dumps(timelines(self.place))), 1_000)
+
     def test_filled_in(self):
         found = self.design("\n".join(f"## {name}\n\n{WORDS}\n" for name in SECTIONS))
         self.assertEqual((found["problem"], found["missing"], found["empty"]), ("", [], []))

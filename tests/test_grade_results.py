@@ -11,11 +11,14 @@ import unittest
 import zipfile
 from pathlib import Path
 
+from scripts import grade as command
 from scripts.grading import github_classroom, gradescope, results
+from scripts.grading.class_run import CLASS_FILES, COMPLETE, ClassGrades, distinct_names
 from scripts.grading.grade import Grade
 from scripts.grading.rubric import Rubric
 from scripts.grading.runner import Outcome
 from tests.paths import ROOT
+from tests.support import run_main
 
 TEXTS = {"failed": "V1: what must hold\n  happened: <b>3</b>", "passed": "", "skipped": "optional: no"}
 
@@ -119,6 +122,116 @@ class Forms(unittest.TestCase):
         self.assertEqual((closed.total, closed.marked), (0, True))
         closed.merge({**form, "lift": ["X2"]})
         self.assertEqual(closed.total, 4.0)
+
+
+class Class(unittest.TestCase):
+    def test_no_folder_of_results_is_in_another_ones_place(self):
+        paths = [Path(name) for name in ("a/class.csv", "b/Summary.txt.zip", "alike.csv.zip", "Leo", "leo.zip", "Mira",
+                                         "c/mira.zip", "line\nend", "x/...zip", "long" * 50, "mira-2")]
+        names = list(distinct_names(paths).values())
+        self.assertEqual(len({name.lower() for name in names} | set(CLASS_FILES)), len(paths) + len(CLASS_FILES))
+        self.assertIn("class.csv-2", names)
+        self.assertIn("line_end", names)
+        for name in names:
+            self.assertEqual(Path("out", name).resolve().parent, Path("out").resolve())
+            self.assertLess(len(name), 120)
+
+    def test_a_line_is_a_line(self):
+        evil = grade(problem="bad\nname\u2028and \x1b[31m")
+        evil.notes = ["one\ntwo"]
+        told = [ClassGrades([evil]).summary(), results.text(evil), results.notes(evil)]
+        self.assertIn("  mira: bad?name?and ?[31m\n", told[0])
+        self.assertIn("  mira: one?two\n", told[0])
+        self.assertIn("Not graded: bad?name?and ?[31m\n", told[1])
+        self.assertIn("- one?two\n", told[2])
+
+    def test_all_pairs_are_in_a_file_and_copies_of_the_engine_come_first(self):
+        names = [f"s{i:02}" for i in range(50)]
+        pairs = [(0.7, COMPLETE, "copy"), *((1 - i / 100, names[i - 1], names[i]) for i in range(1, 40)),
+                 (1.0, "same", "too")]
+        found = ClassGrades([grade()], pairs)
+        summary = found.summary().splitlines()
+        at = summary.index(f"Alike, to be read side by side (all {len(pairs)} pairs: alike.csv)")
+        self.assertEqual(summary[at + 1], f"   70%  {COMPLETE}  copy")
+        self.assertIn("  100%  same  too", summary)
+        self.assertIn("  and 1 more lines", summary)
+        self.assertEqual(len(list(csv.DictReader(io.StringIO(found.files()["alike.csv"])))), len(pairs))
+
+
+class Merging(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.place = Path(folder.name)
+        for name in ("anna", "bert", "carl", "dora"):
+            one = grade(problem="the zip file cannot be read" if name == "carl" else "")
+            one.name = name
+            results.write(one, self.place / name)
+        results.save(self.place / "class.csv", "before\n")
+
+    def fill(self, name, **more):
+        path = self.place / name / "marker.json"
+        form = json.loads(path.read_text(encoding="utf-8"))
+        for entry in form["lines"]:
+            entry.update(given=2, override="seen")
+        path.write_text(json.dumps({**form, **more}), encoding="utf-8-sig")  # as an editor on Windows saves it
+
+    def merge(self):
+        run = run_main(command.main, "--merge", self.place)
+        rows = list(csv.DictReader(io.StringIO((self.place / "class.csv").read_text(encoding="utf-8"))))
+        self.assertEqual([row["submission"] for row in rows], ["anna", "bert", "carl", "dora"])
+        return run, {row["submission"]: float(row["total"]) - grade().automatic for row in rows}
+
+    def test_all_rows_stay(self):
+        self.assertFalse((self.place / "carl" / "marker.json").exists())
+        self.fill("anna")
+        run, more = self.merge()
+        self.assertEqual((run.code, more), (0, {"anna": 8, "bert": 0, "carl": 0, "dora": 0}))
+        self.assertIn("still open, since lines have no points yet: bert, dora\n", run.out)
+        self.assertNotIn("carl", run.out + run.err)
+        self.fill("bert")
+        self.fill("dora")
+        run, more = self.merge()
+        self.assertEqual((run.code, more), (0, {"anna": 8, "bert": 8, "carl": 0, "dora": 8}))
+        self.assertNotIn("open", run.out)
+
+    def test_what_is_no_form_does_not_stop_the_others(self):
+        self.fill("dora")
+        for text, says in (("[]", "no marker's form"), ("null", "no marker's form"), ("{", "line 1 column 2")):
+            (self.place / "bert" / "marker.json").write_text(text, encoding="utf-8")
+            run, more = self.merge()
+            with self.subTest(text=text):
+                self.assertEqual((run.code, more["dora"], more["bert"]), (2, 8, 0))
+                self.assertIn(says, run.err)
+                self.assertEqual(len(run.err.splitlines()), 1)
+        self.fill("anna", lift=5)
+        run, more = self.merge()
+        self.assertEqual((run.code, more["anna"], more["dora"]), (2, 0, 8))
+        self.assertIn('"lift" is 5', run.err)
+
+
+class Arguments(unittest.TestCase):
+    def test_stars_that_the_shell_left(self):
+        with tempfile.TemporaryDirectory() as folder:
+            places = [Path(folder, name) for name in ("a.zip", "b")]
+            for place in places:
+                place.mkdir()
+            self.assertEqual(command.expanded([Path(folder, "*")]), places)
+            self.assertEqual(command.expanded([Path(folder, "?.zip"), Path("none")]), [places[0], Path("none")])
+            run = run_main(command.main, Path(folder, "c*"), "--seed", "x", "--out", Path(folder, "out"))
+        self.assertEqual(run.code, 2)
+        self.assertIn("there is no such folder or zip file", run.err)
+
+    def test_tests_and_limits_that_are_none(self):
+        self.assertEqual(command.known(["M2KVCache", "Commands", "test_counters"]),
+                         ("M2KVCache", "Commands", "test_counters"))
+        for more, says in ((["--tests", "NoSuchTest"], "no test has this in its name; there are HiddenC"),
+                           (["--tests", "Commands.C4"], "Commands, which run together"),
+                           (["--time", "-1"], "must be at least 1"), (["--memory", "0"], "must be at least 1")):
+            run = run_main(command.main, ROOT, "--seed", "x", *more)
+            with self.subTest(more=more):
+                self.assertEqual(run.code, 2)
+                self.assertIn(says, run.err)
 
 
 class Autograder(unittest.TestCase):

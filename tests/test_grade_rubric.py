@@ -8,7 +8,7 @@ import unittest
 from fnmatch import fnmatchcase
 
 from scripts.grading import form
-from scripts.grading.form import FormError
+from scripts.grading.form import FormError, OpenForm
 from scripts.grading.grade import NO_PAPERS, all_tests
 from scripts.grading.rubric import SECTIONS, Rubric
 from scripts.grading.runner import Outcome
@@ -120,7 +120,7 @@ class Marker(unittest.TestCase):
 
     def test_filled_in(self):
         filled = json.loads(json.dumps(form.blank(self.lines, self.papers, ["look"])))
-        with self.assertRaisesRegex(FormError, "no points yet"):
+        with self.assertRaisesRegex(OpenForm, "no points yet"):
             form.merged(self.lines, filled)
         for entry in filled["lines"]:
             entry["given"] = entry["most"]
@@ -138,6 +138,18 @@ class Marker(unittest.TestCase):
                 form.merged(self.lines, filled)
         with self.assertRaisesRegex(FormError, "no marker's form"):
             form.merged(self.lines, {"lines": [1]})
+
+    def test_what_is_no_form(self):
+        filled = form.blank(self.lines, self.papers, [])
+        self.assertIs(form.checked(filled), filled)
+        for bad, says in (([], "no marker's form"), (None, "no marker's form"), ({"lines": 3}, "no marker's form"),
+                          ({**filled, "lift": 5}, '"lift" is 5'), ({**filled, "lift": [2]}, r'"lift" is \[2\]')):
+            with self.subTest(bad=bad), self.assertRaisesRegex(FormError, says):
+                form.checked(bad)
+        for entry in filled["lines"]:
+            entry.update(given=1, most="all")
+        with self.assertRaisesRegex(FormError, "'all' is not a number"):
+            form.merged(self.lines, filled)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 from scripts.grading import sandbox
-from scripts.grading.sandbox import Limits, Sandbox, has_namespaces, out_of_sight, run_lines
+from scripts.grading.sandbox import Limits, Sandbox, beside, has_namespaces, out_of_sight, run_lines
 from tests.paths import ROOT
 
 LIMITS = Limits(memory=512 << 20, file=1 << 20, disk=3 << 20, files=20)
@@ -41,6 +41,13 @@ def outside():
     open({outside!r}, "w")
 def remove():
     os.remove({inside!r})
+def move():
+    path = os.path.join("{scratch}", "moved")
+    open(path, "w").close()
+    try:
+        os.rename(path, {outside!r})
+    finally:
+        os.remove(path)
 def inside():
     with tempfile.TemporaryDirectory() as folder:
         open(os.path.join(folder, "a"), "w").close()
@@ -57,10 +64,41 @@ def objects():
     gc.get_objects()
 def hooked():
     (lambda: 0).__code__ = (lambda: 1).__code__
-for act in (connect, fork_exec, kill, outside, remove, inside, memory, big_file, library, objects, hooked):
+for act in (connect, fork_exec, kill, outside, remove, move, inside, memory, big_file, library, objects, hooked):
     tried(act.__name__, act)
 print(json.dumps(["environment", sorted(os.environ)]))
 print(json.dumps(["read", open(__file__).read()[:1] is not None]))
+"""
+
+
+READS = """
+import json, os, sys
+from importlib.machinery import SourceFileLoader
+said = open("/proc/self/cmdline").read() if os.path.exists("/proc/self/cmdline") else ""
+root = {root!r}
+def opened(*parts):
+    return lambda: open(os.path.join(root, *parts), "rb").close()
+def leads_in():
+    top = os.path.abspath(os.sep)
+    model = os.path.join(os.path.relpath(root, top), "starter", "model.py")
+    os.close(os.open(model, os.O_RDONLY, dir_fd=os.open(top, os.O_RDONLY)))
+def moved_in():
+    os.chdir(os.path.join(root, "starter"))
+    open("model.py").close()
+def linked():
+    os.symlink(os.path.join(root, "starter"), {link!r})
+    open(os.path.join({link!r}, "model.py")).close()
+tries = dict(module=SourceFileLoader("m", os.path.join(root, "starter", "model.py")).load_module,
+             listing=lambda: os.listdir(os.path.join(root, "starter"))[0], design=opened("DESIGN.md"),
+             wrong=opened("acceptance", "wrong", "__init__.py"), tests=opened("tests", "paths.py"),
+             leads_in=leads_in, moved_in=moved_in, linked=linked, other={other}.open, mine=open(__file__).close)
+for name, act in tries.items():
+    try:
+        act()
+        print(json.dumps([name, "done"]))
+    except Exception as error:
+        print(json.dumps([name, type(error).__name__]))
+print(json.dumps(["told", root in said.partition("{{")[0]]))
 """
 
 
@@ -96,7 +134,7 @@ class Walls(unittest.TestCase):
         return dict(map(json.loads, lines))
 
     def check(self, told):
-        for name in ("connect", "fork_exec", "kill", "outside", "remove", "library", "objects", "hooked"):
+        for name in ("connect", "fork_exec", "kill", "outside", "remove", "move", "library", "objects", "hooked"):
             self.assertNotEqual(told[name], "done", f"{name} was done")
         self.assertEqual(told["inside"], "done")
         self.assertTrue(told["read"])
@@ -114,7 +152,7 @@ class Walls(unittest.TestCase):
         with mock.patch.object(sandbox, "has_namespaces", lambda: False):
             told = self.try_all()
         self.check(told)
-        for name in ("connect", "fork_exec", "kill", "outside", "remove", "objects", "hooked"):
+        for name in ("connect", "fork_exec", "kill", "outside", "remove", "move", "objects", "hooked"):
             self.assertEqual(told[name], "PermissionError", name)
 
     @unittest.skipUnless(has_namespaces(), "SKIPPED: needs namespaces: Linux with util-linux")
@@ -123,7 +161,31 @@ class Walls(unittest.TestCase):
             Path(other, "work.py").write_text("secret", encoding="utf-8")
             lines, ended = self.run_script(f"import os\nprint(os.path.exists({other + '/work.py'!r}), os.path.exists("
                                            f"{str(ROOT / 'starter')!r}))\n", hide=(Path(other),))
-        self.assertEqual((lines, ended), (["False True"], "ended with status 0"))
+        self.assertEqual((lines, ended), (["False False"], "ended with status 0"))
+
+    def test_the_teachers_tree_is_out_of_reach(self):
+        """Also the results, or whatever else is to be hidden; by the audit hook alone, too."""
+        with tempfile.TemporaryDirectory() as out:
+            secret = Path(out, "result.json")
+            secret.write_text("{}", encoding="utf-8")
+            code = READS.format(root=str(ROOT.resolve()), link=str(self.scratch / "link"),
+                                other=f"__import__('pathlib').Path({str(secret)!r})")
+            for namespaces in {has_namespaces(), False}:
+                with self.subTest(namespaces=namespaces), \
+                        mock.patch.object(sandbox, "has_namespaces", lambda: namespaces):  # noqa: B023
+                    lines, ended = self.run_script(code, hide=(Path(out),))
+                    told = dict(map(json.loads, lines))
+                    self.assertEqual((ended, told.pop("mine")), ("ended with status 0", "done"))
+                    self.assertFalse(told.pop("told"))
+                    self.assertEqual(len(told), 9)
+                    self.assertNotIn("done", told.values(), told)
+
+    def test_python_in_the_teachers_tree_stays(self):
+        for name in ("starter", "env/lib", "docs"):
+            (self.place / "t" / name).mkdir(parents=True)
+        tree = self.place / "t"
+        self.assertEqual(beside(tree, (tree / "env",)), [tree / "docs", tree / "starter"])
+        self.assertEqual(beside(tree, (ROOT,)), [tree])
 
     def test_what_can_be_hidden(self):
         inner = self.place / "a" / "b"

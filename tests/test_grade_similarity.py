@@ -7,7 +7,7 @@ import tempfile
 import unittest
 from pathlib import Path
 
-from scripts.grading.similarity import WINDOW, Fingerprint, K, fingerprint, near_pairs, similarity, winnow
+from scripts.grading.similarity import WINDOW, Fingerprint, K, fingerprint, grouped, near_pairs, similarity, winnow
 
 FIRST = '''
 def schedule(queue, budget, running):
@@ -128,6 +128,26 @@ class Similarity(unittest.TestCase):
         self.assertEqual(near_pairs(prints), [])
         prints["copy"] = prints["s3"]
         self.assertEqual([pair[1:] for pair in near_pairs(prints)], [("copy", "s3")])
+
+    def test_a_class_full_of_copies_of_the_complete_engine(self):
+        """They come first and do not hide each other, whether they are equal or slightly changed."""
+        whole = frozenset(range(1000))
+        prints = {f"s{i:02}": Fingerprint(frozenset(range(100 * i, 100 * i + 50))) for i in range(20, 40)}
+        prints |= {"t1": Fingerprint(frozenset(range(9000, 9100))), "t2": Fingerprint(frozenset(range(9000, 9100)))}
+        for changed in (False, True):
+            copies = {f"c{i:02}": Fingerprint(whole - set(range(i)) if changed else whole) for i in range(30)}
+            pairs = near_pairs({**prints, **copies, "(whole)": Fingerprint(whole)}, "(whole)")
+            with self.subTest(changed=changed):
+                self.assertEqual({name for pair in pairs[:30] for name in pair[1:]}, {*copies, "(whole)"})
+                self.assertTrue(all("(whole)" in pair for pair in pairs[:30]))
+                lines = grouped(pairs, "(whole)")
+                self.assertEqual(lines[0], (1.0, "  ".join(["(whole)", *copies])))
+                self.assertIn((1.0, "t1  t2"), lines)
+
+    def test_one_stands_for_its_equals(self):
+        pairs = [(0.7, "d", "e"), (0.8, "a", "d"), (1.0, "a", "b"), (0.8, "b", "d"), (0.999, "b", "c")]
+        self.assertEqual(grouped(pairs), [(1.0, "a  b  c"), (0.8, "a and 2 equal ones  d"), (0.7, "d  e")])
+        self.assertEqual(grouped(pairs, "e")[0], (0.7, "e  d"))
 
 
 if __name__ == "__main__":

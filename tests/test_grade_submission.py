@@ -69,6 +69,10 @@ class Taking(SubmissionCase):
             with self.subTest(name=name):
                 self.refused(self.zip({**GOOD, name: "x"}), "leads out of it")
 
+    def test_names_that_no_file_can_have(self):
+        self.refused(self.zip({**GOOD, "starter/a": "x", "starter/a/b.py": "y"}), "a file and a folder have the same")
+        self.refused(self.zip({**GOOD, f"starter/{'n' * 300}.py": "x"}), "cannot be unpacked: starter/nnn")
+
     def test_links_are_not_followed(self):
         entry = zipfile.ZipInfo("starter/link.py")
         entry.external_attr = 0o120777 << 16

@@ -1,7 +1,9 @@
 """The marker's form: what a person has to judge, with what the program found beside each line.
 
     blank(lines, papers)     the form, points left open ("given": null)
-    merged(lines, form)      the lines with the points that the form gives. FormError if it cannot be
+    checked(data)            a form, as it was read from JSON. FormError if it is none
+    merged(lines, form)      the lines with the points that the form gives. FormError if it cannot be, and OpenForm
+                             while points are missing
 
 ``most`` is what a line can be worth: nothing is given for a report that is the blank template, nor for figures of which
 one is forged (X4) or which no timeline backs. Who judges otherwise writes a reason into ``override``. ``lift`` names
@@ -25,6 +27,10 @@ NEEDS = {"files": ("Layout", "Lifecycles"), "choices": ("Choices", "Sources"), "
 
 class FormError(Exception):
     """What is wrong with a filled-in form, in one sentence."""
+
+
+class OpenForm(FormError):
+    """It has not all of its points yet."""
 
 
 def blank(lines, papers, notes) -> dict[str, Any]:
@@ -61,6 +67,16 @@ def _found(line, papers) -> tuple[list[str], float]:
     return found, most
 
 
+def checked(data) -> dict[str, Any]:
+    """What was read from a form's file, if it is a form."""
+    if not isinstance(data, dict) or not isinstance(data.get("lines"), list):
+        raise FormError("this is no marker's form: it has no lines with section and name")
+    lift = data.get("lift", [])
+    if not isinstance(lift, list) or not all(isinstance(rule, str) for rule in lift):
+        raise FormError(f'"lift" is {lift!r}, but must be a list of gates, as ["X2"]')
+    return data
+
+
 def merged(lines, form):
     """The lines, those of the marker filled in."""
     try:
@@ -73,13 +89,15 @@ def merged(lines, form):
         if not line.marker:
             done.append(line)
         elif entry is None or entry.get("given") is None:
-            raise FormError(f"line {line.name!r} has no points yet: write a number into \"given\"")
+            raise OpenForm(f"line {line.name!r} has no points yet: write a number into \"given\"")
         else:
             points, most = entry["given"], entry.get("most", line.points)
-            if isinstance(points, bool) or not isinstance(points, (int, float)) or not 0 <= points <= line.points:
-                raise FormError(f"line {line.name!r}: {points!r} is not a number from 0 to {line.points}")
+            for value in (points, most):
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= line.points:
+                    raise FormError(f"line {line.name!r}: {value!r} is not a number from 0 to {line.points}")
             if points > most and not entry.get("override"):
                 raise FormError(f"line {line.name!r}: {points} points, but at most {most} can be given "
-                                f"({'; '.join(entry.get('found', []))}); a reason in \"override\" allows it")
+                                f"({'; '.join(map(str, entry.get('found') or []))}); a reason in \"override\" "
+                                "allows it")
             done.append(replace(line, earned=float(points), note=str(entry.get("comment", ""))))
     return done

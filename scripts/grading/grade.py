@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 from . import form as forms
 from .rubric import Line, Rubric
-from .runner import Outcome, run_tests
+from .runner import Draw, Outcome, run_tests
 from .sandbox import HERE, Limits, Sandbox, run_lines
 from .similarity import Fingerprint, fingerprint
 from .submission import BadSubmission, Submission, changed, take
@@ -90,9 +91,10 @@ class Grade:
 
 def grade_one(source: Path, teacher: Path, seed: str, limits: Limits = LIMITS, only: tuple[str, ...] = (),
               show_seed: bool = False, given: Path | None = None,
-              progress: Callable[[str], None] = lambda text: None) -> Grade:
+              progress: Callable[[str], None] = lambda text: None, out: Path | None = None) -> Grade:
     """Grade a folder or a zip file. ``only``: parts of names of the tests to run, for trying things out; ``given``: the
-    students' starter/ as it was handed out, whose functions are nobody's own."""
+    students' starter/ as it was handed out, whose functions are nobody's own; ``out``: where results go, which no
+    submission may read (make the folder before: what is not there cannot be covered)."""
     began = time.monotonic()
     grade = Grade(source.stem if source.suffix.lower() == ".zip" else source.resolve().name)
     try:
@@ -102,7 +104,7 @@ def grade_one(source: Path, teacher: Path, seed: str, limits: Limits = LIMITS, o
             if given:
                 submission.notes += changed(submission.tree / "starter", given, teacher / "starter")
             grade.prints = fingerprint(submission.tree / "starter", given or teacher / "starter")
-            hide = (source.resolve().parent,)  # where the others lie
+            hide = (source.resolve().parent, out or source.resolve().parent)  # where the others and their results lie
             _grade(grade, submission, teacher, Sandbox(submission.tree, work / "scratch", limits, hide), seed, only,
                    show_seed, progress)
     except BadSubmission as error:
@@ -121,10 +123,10 @@ def _grade(grade: Grade, submission: Submission, teacher: Path, box: Sandbox, se
     before = digest(submission.tree)
     public, hidden = all_tests(teacher)
     until = time.monotonic() + box.limits.all
-    for ids, secret in ((public, sha("public", seed)), (hidden, hidden_digest(seed))):
+    for ids, purpose in ((public, "public"), (hidden, "hidden")):
         ids = [test for test in ids if not only or any(word in test for word in only)]
-        shown = seed if show_seed else None
-        grade.tests |= run_tests(box, teacher, ids, secret, shown, until, progress)
+        mine, judges = (Draw(sha(purpose, secret), secret if show_seed else None) for secret in (inner(seed), seed))
+        grade.tests |= run_tests(box, teacher, ids, mine, judges, until, progress)
     if not only or any(word in "Commands" for word in only):
         progress("its commands")
         grade.tests |= commands(box)
@@ -154,6 +156,11 @@ def hidden_digest(seed: str) -> str:
     return sha("hidden", seed)
 
 
+def inner(seed: str) -> str:
+    """What is drawn from inside the submission's process, where its digest can be read: another secret."""
+    return f"inside/{seed}"
+
+
 def digest(folder: Path) -> str:
     """Of names and contents of all files."""
     found = hashlib.sha256()
@@ -167,23 +174,23 @@ def commands(box: Sandbox) -> dict[str, Outcome]:
     """C1, C3 and C4 on the standard library alone: do they end with status 0? (C2 is the students' own tests.)"""
     found = {}
     sources = [str(path.relative_to(box.tree)) for path in sorted(box.tree.glob("starter/*.py"))]
-    for name, script in (("C1", ["scripts/verify_scaffold.py"]), ("C3", [str(HERE / "syntax.py"), *sources]),
+    for name, script in (("C1", ["scripts/verify_scaffold.py"]), ("C3", [box.own("syntax.py"), *sources]),
                          ("C4", ["starter/driver.py", "--fixture", "fixtures/tiny_model.json"])):
-        said: list[bytes] = []
+        said: deque[bytes] = deque(maxlen=8)  # a line is at most 1 MiB; who prints without end costs no more
         box.scratch.mkdir(exist_ok=True)
         ended = run_lines(box.command(*script, alone=True), None, box.limits.start + box.limits.test, said.append, box)
         good = ended == "ended with status 0"
-        text = b"".join(said[-8:]).decode(errors="replace")
+        text = b"".join(said).decode(errors="replace")
         found[f"Commands.{name}"] = Outcome("passed" if good else "failed", "" if good else f"it {ended}\n{text}")
     return found
 
 
 def read_papers(papers: Path, teacher: Path, box: Sandbox) -> dict[str, Any]:
     """What ``papers.py`` finds, behind walls: the files are a student's."""
-    said: list[bytes] = []
+    said: deque[bytes] = deque(maxlen=8)
     box.scratch.mkdir(exist_ok=True)
-    ended = run_lines(box.command(str(HERE / "papers.py"), str(papers), str(teacher)), None, PAPER_SECONDS, said.append,
-                      box)
+    command = box.command(str(HERE / "papers.py"), str(papers), str(teacher), trusted=True)
+    ended = run_lines(command, None, PAPER_SECONDS, said.append, box)
     try:
         found: dict[str, Any] = json.loads(b"".join(said))
         return found

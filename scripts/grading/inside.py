@@ -4,6 +4,10 @@ For each test it prints [token, id, state, message], a line of JSON. The token i
 the submission is imported and kept from the environment and the command line: a process that ends early, with
 whatever status, has not said it. A submission that means harm shares this process and could find the token; so what is
 said here can only cost points. What gives them is ``judge.py``.
+
+What the tests draw from here, a digest that the submission can read, is not what they draw from there, and nobody
+finds one from the other. What remains: a submission sees the inputs of each test that it is in, as any engine does, and
+can put them into an error's text; from these it cannot draw what another test, or another run, asks for.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The tests are the ordinary ones, and so is their code; but ``starter``, as they import it, is a package of remote
 objects (``wire.py``), and what the oracle's weights are drawn with is the teacher's. So nothing that the submission
-patches, prints, writes or ends has to do with how a test comes out. For each test it prints [id, state, message], a
-line of JSON.
+patches, prints, writes or ends has to do with how a test comes out. Nor is any process of the submission told what is
+drawn from here. For each test it prints [id, state, message], a line of JSON.
 
 A job: {"tree", "teacher", "scratch": folders, "ids": tests, "seed", "hang": seconds a test may take, "worker": command
 of the submission's process, "python": what stands for Python where a test starts a program}.

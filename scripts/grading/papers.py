@@ -22,6 +22,8 @@ ENOUGH = 25  # words (or Chinese characters) under a heading
 MANY = 20  # files of a kind; more are not read
 SHORT = 32  # tokens of a request that is computed again
 TRIED = 2  # such requests of a timeline
+LONGEST = 500  # characters of a sentence, or of a heading
+HEADINGS = 200  # that are told of
 SECTIONS = ("Layout", "Lifecycles", "Choices", "Sources", "Measurements", "Failure cases")
 
 
@@ -42,8 +44,10 @@ def design(folder, teacher):
     missing = [name for name in SECTIONS if not any(name.lower() in heading for heading in found)]
     empty = [name for name in SECTIONS if name not in missing
              and max(number for heading, number in found.items() if name.lower() in heading) < ENOUGH]
+    blank = not any(number >= ENOUGH for number in words.values())
+    words = {heading[:LONGEST]: number for heading, number in list(words.items())[:HEADINGS]}
     return {"words": words, "missing": missing, "empty": empty,
-            "problem": "it is the blank template" if not any(number >= ENOUGH for number in words.values()) else ""}
+            "problem": "it is the blank template" if blank else ""}
 
 
 def sections(text, known=()):
@@ -76,11 +80,12 @@ def timelines(folder):
             audit = Audit.of(events)
             wrong = [str(violation) for violation in audit.violations[:5]]
             wrong += false_tokens(events, path.parent)
-            found[name] = {"events": len(events), "violations": len(audit.violations), "wrong": wrong}
+            found[name] = {"events": len(events), "violations": len(audit.violations),
+                           "wrong": [sentence[:LONGEST] for sentence in wrong]}
         except EngineError as error:
-            found[name] = {"events": 0, "violations": 0, "wrong": [f"cannot be read: {error}"]}
+            found[name] = {"events": 0, "violations": 0, "wrong": [f"cannot be read: {error}"[:LONGEST]]}
         except Exception as error:  # the file is a student's; whatever it breaks is said of it
-            problem = f"breaks the check: {type(error).__name__}: {error}"
+            problem = f"breaks the check: {type(error).__name__}: {error}"[:LONGEST]
             found[name] = {"events": 0, "violations": 0, "wrong": [problem]}
     return found
 
@@ -126,7 +131,7 @@ def figures(folder):
         except (EngineError, OSError, ValueError, KeyError, TypeError) as error:
             wrong = f"cannot be checked: {error}"
         wrong = wrong.replace(str(folder), "").lstrip("/\\")
-        found[path.relative_to(folder).as_posix()] = {"links": links, "wrong": wrong}
+        found[path.relative_to(folder).as_posix()] = {"links": links, "wrong": wrong[:LONGEST]}
     return found
 
 

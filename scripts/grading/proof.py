@@ -21,7 +21,7 @@ from scripts.release_student import release
 
 from . import cheats, results
 from .class_run import ClassGrades, grade_class
-from .grade import Grade, hidden_digest, sha
+from .grade import Grade, hidden_digest, inner, sha
 from .sandbox import Limits, has_namespaces
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -99,6 +99,8 @@ def members(port: int) -> list[Member]:
         Member("double-free", None, cheats.DOUBLE_FREE, "pages.py", fails("M4PagedKV.test_random_operations"),
                ("M4PagedKV.test_random_operations", "M1Reference.test_golden")),
         Member("goldens", 0, cheats.GOLDENS, "engine.py", no_functional, note="speaks of 'golden'"),
+        Member("teachers-engine", 0, cheats.TEACHERS.format(root=str(ROOT)), note="uses __path__",
+               tests=("M1Reference", "M2KVCache.test_counters", "HiddenRequests.test_answers_1")),
         Member("exit-0", 0, cheats.EXIT, tests=FEW, note="_exit"),
         Member("result-lines", 0, cheats.LINES),
         Member("edited-tests", 0, change=edited_tests),
@@ -185,7 +187,8 @@ def wrong(member: Member, grade: Grade) -> list[str]:
         problems.append(f"{member.name}: {grade.automatic:g} points, {grade.problem}\n" + "\n".join(failed[:3]))
     if member.note and not any(member.note in note for note in grade.notes):
         problems.append(f"{member.name}: the marker is not told {member.note!r}, but {grade.notes}")
-    if any(secret in told for secret in (SEED, sha("public", SEED), hidden_digest(SEED))):
+    secrets = (sha(purpose, secret) for purpose in ("public", "hidden") for secret in (SEED, inner(SEED)))
+    if any(secret in told for secret in (SEED, hidden_digest(SEED), *secrets)):
         problems.append(f"{member.name}: the seed is in the output")
     return problems
 

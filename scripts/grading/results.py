@@ -8,7 +8,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable
+import unicodedata
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,18 @@ def number(value: float) -> str:
     return f"{value:g}"
 
 
+def one_line(words: str) -> str:
+    """Without line ends and other control characters, which names of files may hold."""
+    return "".join("?" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in words)
+
+
 def text(grade: Grade) -> str:
     """For people. No seed is in it unless the messages hold one."""
-    rows = [f"{grade.name}: {number(grade.automatic)} of {number(grade.automatic_most)} automatic points"
+    rows = [f"{one_line(grade.name)}: {number(grade.automatic)} of {number(grade.automatic_most)} automatic points"
             + (f", {number(grade.total)} of 100 in all" if grade.marked else
                f"; {number(100 - grade.automatic_most)} are the marker's")]
     if grade.problem:
-        rows += ["", f"Not graded: {grade.problem}"]
+        rows += ["", f"Not graded: {one_line(grade.problem)}"]
     for section, (title, points) in SECTIONS.items():
         rows += ["", f"{title} ({points})"]
         for line in grade.lines:
@@ -56,7 +62,8 @@ def _tests(line: Line) -> str:
 
 def notes(grade: Grade) -> str:
     """What is for the marker's eyes, and in no file for students."""
-    rows = [f"To look at in {grade.name}", ""] + [f"- {note}" for note in grade.notes] if grade.notes else []
+    rows = [f"To look at in {grade.name}", "", *(f"- {note}" for note in grade.notes)] if grade.notes else []
+    rows = [one_line(row) for row in rows]
     return "\n".join(rows) + "\n" * bool(rows)
 
 
@@ -71,26 +78,36 @@ def row(grade: Grade) -> dict[str, Any]:
 
 
 def table(grades: Iterable[Grade]) -> str:
-    """CSV of a class. A cell that a spreadsheet would take for a formula begins with an apostrophe."""
+    """CSV of a class."""
+    return sheet(FIELDS, map(row, grades))
+
+
+def sheet(fields: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """CSV. A cell that a spreadsheet would take for a formula begins with an apostrophe."""
     file = io.StringIO()
-    writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+    writer = csv.DictWriter(file, list(fields), lineterminator="\n")
     writer.writeheader()
-    for grade in grades:
+    for cells in rows:
         writer.writerow({name: f"'{value}" if str(value)[:1] in ("=", "+", "-", "@") else value
-                         for name, value in row(grade).items()})
+                         for name, value in cells.items()})
     return file.getvalue()
 
 
 def write(grade: Grade, folder: Path) -> None:
-    """All forms of one grade. A form that the marker has begun stays as it is."""
+    """All forms of one grade. A form that the marker has begun stays as it is; what was not graded needs none."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {"result.txt": text(grade), "result.json": _json(grade.to_dict()),
              "results.json": _json(gradescope.results(grade)), "github.json": _json(github_classroom.results(grade)),
              "row.csv": table([grade]), "notes.txt": notes(grade)}
-    if not (folder / "marker.json").exists() and not grade.marked:
+    if not (folder / "marker.json").exists() and not grade.marked and not grade.problem:
         files["marker.json"] = _json(grade.form())
     for name, content in files.items():
-        (folder / name).write_text(content, encoding="utf-8", newline="\n")
+        save(folder / name, content)
+
+
+def save(path: Path, content: str) -> None:
+    """Write text; of a name that is no Unicode the bytes are escaped."""
+    path.write_text(content, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
 def _json(data: Any) -> str:

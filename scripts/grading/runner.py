@@ -1,7 +1,8 @@
 """Runs the tests of a submission, first inside its process, then outside of it: {test: Outcome}.
 
-A test passes if both say so. What was not run for want of time, or not said, has failed. When a process ends before it
-should, the test that it was at has failed, and the others go on in another one.
+A test passes if both say so. Each draws its scenarios from a digest of its own: the one inside can be read by the
+submission, and says nothing about the other, whose scenarios count. What was not run for want of time, or not said, has
+failed. When a process ends before it should, the test that it was at has failed, and the others go on in another one.
 """
 
 from __future__ import annotations
@@ -30,26 +31,34 @@ class Outcome:
     message: str = ""
 
 
-def run_tests(box: Sandbox, teacher: Path, ids: list[str], seed: str, shown: str | None, until: float,
+@dataclass(frozen=True)
+class Draw:
+    """What tests draw from. ``shown``: the secret that the digest was made of, if the teacher wants to see it."""
+
+    seed: str
+    shown: str | None = None
+
+
+def run_tests(box: Sandbox, teacher: Path, ids: list[str], mine: Draw, judges: Draw, until: float,
               progress=lambda text: None) -> dict[str, Outcome]:
-    """Run tests against the submission in a sandbox; there is time ``until`` then, by the monotonic clock. ``seed`` and
-    ``shown``: see ``told``."""
+    """Run tests against the submission in a sandbox; there is time ``until`` then, by the monotonic clock. ``mine``:
+    what the submission's own process may know."""
     progress(f"{len(ids)} tests inside its process")
-    inside = _run(_inside, [test for test in ids if test not in ALONE], box, teacher, seed, until)
-    left = [test for test in ids if test in ALONE or inside[test].state == "passed"]
+    outcomes = _run(_inside, [test for test in ids if test not in ALONE], box, teacher, mine, until)
+    left = [test for test in ids if test in ALONE or outcomes[test].state == "passed"]
     progress(f"{len(left)} tests from outside")
-    outside = _run(_outside, left, box, teacher, seed, until)
-    outcomes = {**inside, **outside}
-    for test in left:
-        if test not in ALONE and outcomes[test].state != "passed":
-            outcomes[test] = replace(outcomes[test], message="happened: it passes in one process with the tests, and "
-                                     f"not when it is watched from another\n  {outcomes[test].message}")
-    return {test: replace(outcomes[test], message=told(outcomes[test].message, test, seed, shown)) for test in ids}
+    for test, outcome in _run(_outside, left, box, teacher, judges, until).items():
+        if test not in ALONE and outcome.state != "passed":
+            outcome = replace(outcome, message="happened: it passes in one process with the tests, and not when it is "
+                              f"watched from another, on other draws\n  {outcome.message}")
+        outcomes[test] = outcome
+    return {test: outcomes[test] for test in ids}
 
 
-def told(message: str, test: str, seed: str, shown: str | None) -> str:
-    """A message with the command that its reader can run. ``seed``: what was drawn from, which stands in it only where
-    the teacher wants to see the secret that it was made of (``shown``)."""
+def told(message: str, test: str, draw: Draw) -> str:
+    """A message with the command that its reader can run; what was drawn from stands in it only where the teacher wants
+    to see it."""
+    seed, shown = draw.seed, draw.shown
     command, hidden = f"acceptance {test} --seed {seed}", test.startswith("Hidden")
     if shown:
         return message.replace(command, f"acceptance hidden {test} --seed {shown!r} --show-seed") if hidden else message
@@ -57,7 +66,7 @@ def told(message: str, test: str, seed: str, shown: str | None) -> str:
     return message.replace(command, open_command if hidden else f"acceptance {test}").replace(seed, "(hidden)")
 
 
-def _run(way, ids, box, teacher, seed, until):
+def _run(way, ids, box, teacher, draw, until):
     outcomes, left, limits = {}, list(ids), box.limits
     while left:
         seconds = min(until - monotonic(), limits.start + (limits.test + 5) * len(left))
@@ -66,7 +75,7 @@ def _run(way, ids, box, teacher, seed, until):
                                                  f"{limits.all} seconds") for test in left}}
         shutil.rmtree(box.scratch, ignore_errors=True)
         box.scratch.mkdir(parents=True)
-        command, job, accept = way(box, teacher, left, seed)
+        command, job, accept = way(box, teacher, left, draw.seed)
         why: list[str] = []
         ended = run_lines(command, job, seconds, partial(_take, accept, left, outcomes, why), box,
                           limits.start + 2 * limits.test)
@@ -75,7 +84,7 @@ def _run(way, ids, box, teacher, seed, until):
             happened = "".join(why) or f"the process {ended} before this test did"
             outcomes[left.pop(0)] = Outcome("failed", f"happened: {happened}\n"
                                             "  hint:     an engine raises errors; it ends no process")
-    return outcomes
+    return {test: replace(outcome, message=told(outcome.message, test, draw)) for test, outcome in outcomes.items()}
 
 
 def _take(accept, ids, outcomes, why, line):
@@ -99,11 +108,11 @@ def _inside(box, teacher, ids, seed):
             raise ValueError
         return said[1:]
 
-    return box.command(str(HERE / "inside.py")), job, accept
+    return box.command(box.own("inside.py")), job, accept
 
 
 def _outside(box, teacher, ids, seed):
     job = {"tree": str(box.tree), "teacher": str(teacher), "scratch": str(box.scratch), "ids": ids, "seed": seed,
-           "hang": box.limits.test, "worker": box.command(str(HERE / "worker.py"), str(box.tree)),
+           "hang": box.limits.test, "worker": box.command(box.own("worker.py"), str(box.tree)),
            "python": box.python()}
     return box.enclose([sys.executable, str(HERE / "judge.py")]), job, list

@@ -1,18 +1,22 @@
 """Runs a submission's code where it can do no harm, and for a limited time.
 
     box = Sandbox(tree, scratch, Limits())
-    box.command("acceptance/child.py", ...)     the command that runs a Python script behind all walls that there are
+    box.command("starter/driver.py", ...)       the command that runs a Python script behind all walls that there are
+    box.own("worker.py")                        a script of the grader, for ``command``: a copy, beside the tree
     box.walls                                   what these are, in words, for the report
 
     Linux with util-linux   namespaces: no network; own process table, so that nobody outside can be seen, signalled or
                             traced, and all dies with the first process; every file system read-only but the scratch
-                            folder; no rights to change that; other submissions, the home and the temporary folder
-                            are out of sight, as far as Python and the teacher's tree do not lie in them. Beside them
-                            all that follows
+                            folder; no rights to change that; the teacher's tree, with its complete engine,
+                            other submissions, results, the home and the temporary folder are out of sight, but for
+                            Python where it lies in them. Beside them all that follows
     POSIX                   resource limits: memory (not on macOS), size of a file
-    everywhere              an audit hook against network, processes and writing elsewhere (``confine.py``); a clean
-                            environment; a watcher that ends the process tree at the end of its time, or when the
-                            scratch folder holds too much
+    everywhere              an audit hook against network, processes, writing elsewhere and reading what is to be out of
+                            sight (``confine.py``); a clean environment; a watcher that ends the process tree at the end
+                            of its time, or when the scratch folder holds too much
+
+Without namespaces the hook alone keeps the teacher's tree from being read, and a submission may see that files exist.
+The judge and the reader of papers do see that tree: none of a submission's code runs in them.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import os
 import shlex
 import shutil
 import signal
+import site
 import subprocess
 import sys
 import tempfile
@@ -33,12 +38,17 @@ from threading import Event, Thread
 from time import monotonic
 
 HERE = Path(__file__).resolve().parent
+TEACHER = HERE.parent.parent
+OWN = ("confine.py", "inside.py", "worker.py", "lent.py", "wire.py", "syntax.py")  # what runs beside a submission
+PYTHON = tuple(Path(place).resolve()
+               for place in (sys.prefix, sys.base_prefix, sys.executable, Path(os.__file__).parent))
 KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "SYSTEMROOT", "WINDIR")
 UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--mount-proc", "--net", "--ipc",
            "--kill-child")
 # In the new namespaces: what is to be hidden is covered by empty folders, and the work folder put back if it was in
-# one; the scratch folder stays writable, all else becomes read-only; then one more user namespace, whose rights do not
-# reach the mounts of this one.
+# one; the scratch folder stays writable, all else becomes read-only; the current folder is entered anew, since from the
+# old one ".." may lead to what is covered; then one more user namespace, whose rights do not reach the mounts of this
+# one.
 ENTER = r"""
 scratch=$1 work=$2; shift 2
 mount --make-rprivate / && mount --rbind "$work" /mnt || exit 97
@@ -51,6 +61,7 @@ mkdir -p "$work" && mount --rbind /mnt "$work" && umount -l /mnt && mount --bind
 while read -r _ _ _ _ place _; do
   case $place in "$scratch"|/proc) ;; *) mount -o remount,bind,ro "$place" 2>/dev/null ;; esac
 done < /proc/self/mountinfo
+cd "$PWD" 2>/dev/null || cd "$work" || exit 97
 exec unshare --user --map-current-user -- "$@"
 """
 
@@ -70,12 +81,20 @@ class Limits:
     processes: int | None = None  # RLIMIT_NPROC counts all of a user's; the audit hook allows none at all
 
 
-def out_of_sight(folders, work: Path) -> list[Path]:
-    """Those that can be hidden: they hold neither Python nor the teacher's tree. One in another goes with that."""
-    needed = [Path(place).resolve() for place in (HERE, sys.prefix, sys.base_prefix, sys.executable, os.__file__)]
+def out_of_sight(folders, work: Path, needed: tuple[Path, ...] = (TEACHER, *PYTHON)) -> list[Path]:
+    """Those that can be hidden: they hold nothing that is needed. One in another goes with that."""
     found = [place for place in dict.fromkeys(Path(folder).resolve() for folder in folders) if place.is_dir()
              and place != work and not any(one.is_relative_to(place) for one in needed)]
     return [place for place in found if not any(other in place.parents for other in found)]
+
+
+def beside(folder: Path, needed: tuple[Path, ...]) -> list[Path]:
+    """A folder; where it holds what is needed, as an environment of Python, the folders in it that do not."""
+    if not folder.is_dir() or folder in needed:
+        return []
+    if not any(one.is_relative_to(folder) for one in needed):
+        return [folder]
+    return [found for place in sorted(folder.iterdir()) if not place.is_symlink() for found in beside(place, needed)]
 
 
 @lru_cache
@@ -102,12 +121,21 @@ def enclosed(command: list[str], scratch: Path, hidden: list[Path]) -> list[str]
 
 class Sandbox:
     """The walls around one submission: it may read ``tree``, and write to ``scratch``, both in one work folder. What is
-    in the folders ``hide`` is none of its business."""
+    in the folders ``hide`` is none of its business, and no more is the teacher's tree."""
 
     def __init__(self, tree: Path, scratch: Path, limits: Limits, hide: tuple[Path, ...] = ()) -> None:
         self.tree, self.scratch, self.limits = tree, scratch, limits
         self.namespaces = has_namespaces()
-        self.hidden = out_of_sight((tempfile.gettempdir(), Path.home(), *hide), scratch.parent)
+        others = (Path(tempfile.gettempdir()), Path.home(), *hide)
+        installed = (Path(place, "starter") for place in sys.path)  # a complete engine, too
+        secret = (place.resolve() for place in (*others, TEACHER, *installed))
+        self.secret = [place for place in secret if place != Path(place.anchor)]
+        self.hidden = out_of_sight(others, scratch.parent)  # from the judge, too
+        self.out_of_sight = out_of_sight((*others, *beside(TEACHER, PYTHON), *self.secret), scratch.parent, PYTHON)
+        self._own = scratch.parent / "own"
+        self._own.mkdir(exist_ok=True)
+        for name in OWN:
+            shutil.copyfile(HERE / name, self._own / name)
 
     @property
     def walls(self) -> list[str]:
@@ -117,16 +145,24 @@ class Sandbox:
             found += ["file size"] if sys.platform == "darwin" else ["memory", "file size"]
         return sorted(found + ["network, processes and files by namespaces"] * self.namespaces)
 
-    def command(self, *script: str, alone: bool = False) -> list[str]:
-        """A Python script and its arguments, behind the walls. ``alone``: without packages that are installed here."""
+    def own(self, name: str) -> str:
+        """A script of the grader's, where a submission's process can read it."""
+        return str(self._own / name)
+
+    def command(self, *script: str, alone: bool = False, trusted: bool = False) -> list[str]:
+        """A Python script and its arguments, behind the walls. ``alone``: without packages that are installed here;
+        ``trusted``: with the teacher's tree in sight, for a script that runs none of the submission's code."""
         job = {"memory": self.limits.memory, "file": self.limits.file, "processes": self.limits.processes,
-               "writable": [str(self.scratch)]}
-        inner = [sys.executable, *["-S"] * alone, str(HERE / "confine.py"), json.dumps(job), *script]
-        return self.enclose(inner)
+               "writable": [str(self.scratch)], "hidden": [] if trusted else list(map(str, self.secret)),
+               "readable": [str(self.scratch.parent), site.getusersitepackages(), *map(str, PYTHON)]}
+        inner = [sys.executable, *["-S"] * alone, self.own("confine.py"), json.dumps(job), *script]
+        if not self.namespaces:
+            return inner
+        return enclosed(inner, self.scratch, self.hidden if trusted else self.out_of_sight)
 
     def enclose(self, command: list[str]) -> list[str]:
-        """A command that can change nothing but the scratch folder, where there are namespaces. The judge needs it,
-        too: it writes into that folder, where the submission might put a link to somewhere else."""
+        """The judge's command, which can change nothing but the scratch folder, where there are namespaces: it writes
+        into that folder, where the submission might put a link to somewhere else."""
         return enclosed(command, self.scratch, self.hidden) if self.namespaces else command
 
     def python(self) -> str | None:

@@ -4,6 +4,8 @@ gone.
 
     prints = fingerprint(folder, given)        numbers that stand for the submission's own code
     similarity(prints, others)                 share of the smaller one's numbers that the other has too
+    near_pairs({name: prints}, original)       the pairs that are alike, those with the original first
+    grouped(pairs, original)                   the same for reading: who is equal stands together
 
 The syntax tree of each file is read as a row of tokens, every name being one and the same. Of all runs of ``K`` tokens
 the hashes are taken, and of every ``WINDOW`` hashes in a row the smallest is kept: so any common run of K + WINDOW - 1
@@ -14,6 +16,7 @@ given, or what everybody arrives at, and left out. What is flagged is for a pers
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -23,6 +26,7 @@ from pathlib import Path
 K, WINDOW = 24, 12  # tokens in a run; runs in a window
 FEW = 20  # numbers below which nothing can be said
 NEAR = 0.6  # share from which a pair is flagged
+EQUAL = 0.995  # and from which it reads as 100%
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -82,14 +86,42 @@ def similarity(one: Fingerprint, other: Fingerprint) -> float:
     return len(one.numbers & other.numbers) / fewest if fewest >= FEW else 0.0
 
 
-def near_pairs(prints: dict[str, Fingerprint]) -> list[tuple[float, str, str]]:
-    """Pairs to read side by side, the most alike first. O(n^2) for n submissions. Numbers that more than half of the
-    class has, and more than three, are nobody's own, and do not count."""
-    counts: dict[int, int] = {}
-    for mine in prints.values():
-        for number in mine.numbers:
-            counts[number] = counts.get(number, 0) + 1
-    common = {number for number, times in counts.items() if times > max(3, len(prints) / 2)}
+Pair = tuple[float, str, str]
+
+
+def near_pairs(prints: dict[str, Fingerprint], original: str = "") -> list[Pair]:
+    """Pairs to read side by side: those with the ``original`` first, then the most alike. O(n^2) for n submissions.
+    Numbers that more than half of the different works have, and more than three, are nobody's own, and do not count:
+    but they do beside the original, since copies of it would hide each other."""
+    works = {mine.numbers for mine in prints.values()}  # equal ones count once
+    counts = Counter(number for numbers in works for number in numbers)
+    common = {number for number, times in counts.items() if times > max(3, len(works) / 2)}
     own = {name: Fingerprint(mine.numbers - common) for name, mine in prints.items()}
-    pairs = [(similarity(own[a], own[b]), a, b) for a, b in combinations(sorted(own), 2)]
-    return sorted((pair for pair in pairs if pair[0] >= NEAR), reverse=True)
+    pairs = []
+    for a, b in combinations(sorted(prints), 2):
+        compared = prints if original in (a, b) else own
+        pairs.append((similarity(compared[a], compared[b]), a, b))
+    return sorted((pair for pair in pairs if pair[0] >= NEAR),
+                  key=lambda pair: _first(pair[0], pair[1:], original))
+
+
+def grouped(pairs: Iterable[Pair], original: str = "") -> list[tuple[float, str]]:
+    """Pairs in fewer lines: (share, names). Those that are equal, 100% when rounded, stand in one line, and one of them
+    stands for all in the other lines."""
+    pairs = sorted(pairs, key=lambda pair: -pair[0])
+    group: dict[str, list[str]] = {name: [name] for _, *both in pairs for name in both}
+    for share, a, b in pairs:
+        if share >= EQUAL and group[a] is not group[b]:
+            union = sorted(group[a] + group[b], key=lambda name: (name != original, name))
+            group.update(dict.fromkeys(union, union))
+    lines = {(equal[0], equal[0]): (1.0, "  ".join(equal)) for equal in group.values() if len(equal) > 1}
+    for share, a, b in pairs:
+        ones = sorted((group[a], group[b]), key=lambda equal: (equal[0] != original, equal[0]))
+        shown = "  ".join(one[0] + f" and {len(one) - 1} equal ones" * (len(one) > 1) for one in ones)
+        lines.setdefault((ones[0][0], ones[1][0]), (share, shown))
+    return [lines[key] for key in sorted(lines, key=lambda key: _first(lines[key][0], key, original))]
+
+
+def _first(share: float, names: tuple[str, ...], original: str) -> tuple[bool, float, tuple[str, ...]]:
+    """What comes first has the original in it, then the largest share."""
+    return original not in names, -share, names

@@ -83,8 +83,13 @@ def _lay_out(files: Files, found: Submission) -> None:
         if code and place.suffix == ".py" and len(content) > MAX_SOURCE:
             raise BadSubmission(f"{place} has {len(content)} bytes; a source file may have {MAX_SOURCE}")
         target = (found.tree if code else found.papers).joinpath(*place.parts)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        except (FileExistsError, NotADirectoryError, IsADirectoryError):
+            raise BadSubmission(f"it cannot be unpacked: at {place} a file and a folder have the same name") from None
+        except OSError as error:
+            raise BadSubmission(f"it cannot be unpacked: {str(place)[:80]}: {error.strerror}") from None
 
 
 def _root(names: Iterable[PurePosixPath]) -> PurePosixPath:
@@ -151,10 +156,13 @@ def _unpack(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
 
 UNUSUAL = {"gc", "inspect", "ctypes", "socket", "subprocess", "unittest", "acceptance", "tests", "harness", "oracle",
            "observed", "child", "signal", "builtins", "faulthandler", "atexit", "urllib", "http", "requests", "vllm",
-           "torch", "transformers", "pickle", "marshal", "multiprocessing", "runpy", "traceback"}
+           "torch", "transformers", "pickle", "marshal", "multiprocessing", "runpy", "traceback", "importlib", "imp",
+           "pkgutil", "zipimport"}
 CALLS = {"exec", "eval", "compile", "__import__", "globals", "_getframe", "_exit", "_current_frames", "settrace",
          "setprofile", "modules", "__subclasses__", "__globals__", "__code__", "__closure__", "f_globals", "f_locals",
-         "meta_path", "addaudithook", "environ", "argv", "kill", "abort"}
+         "meta_path", "addaudithook", "environ", "argv", "kill", "abort", "import_module", "SourceFileLoader",
+         "SourcelessFileLoader", "spec_from_file_location", "exec_module", "load_module", "run_path", "run_module",
+         "__path__", "__loader__", "__spec__"}
 WORDS = {"golden", "fixtures", "tiny_model.json", "fixtures/tiny_model.json", "P07_SEED"}  # as texts of their own
 OWNERS = {"time", "json", "random", "os", "sys", "unittest", "math", "threading", "tracemalloc"}
 GOLDEN = 6  # so many of a golden output's tokens in a row are no accident
@@ -228,8 +236,11 @@ def _unusual(tree: ast.AST) -> dict[str, int]:
             found.setdefault(f"speaks of {node.value!r}", line)
         if isinstance(node, ast.Attribute) and node.attr in CALLS:
             found.setdefault(f"uses .{node.attr}", line)
-        elif isinstance(node, ast.Name) and node.id in CALLS and isinstance(node.ctx, ast.Load):
+        elif isinstance(node, ast.Name) and node.id in CALLS and (isinstance(node.ctx, ast.Load)
+                                                                  or node.id == "__path__"):
             found.setdefault(f"uses {node.id}", line)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path":
+            found.setdefault("uses sys.path", line)
         targets = node.targets if isinstance(node, ast.Assign) else []
         for target in targets:
             if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in OWNERS:
