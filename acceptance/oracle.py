@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from cmath import rect
 from dataclasses import dataclass
+from heapq import nlargest
 from math import exp, fsum, log, sqrt
 from operator import mul
+
+CLEAR = 0.03  # by which a logit must lead, for engines that round (numbers in 14 bits, say) to find the same token
 
 
 @dataclass(frozen=True)
 class Step:
-    """A greedy token and the natural logarithm of its probability."""
+    """A greedy token, the natural logarithm of its probability, and by how much its logit leads the next one."""
 
     token: int
     logprob: float
+    lead: float
 
 
 class Oracle:
@@ -38,6 +42,12 @@ class Oracle:
         """The greedy tokens alone."""
         return [step.token for step in self.generate(prompt, max_tokens, stop)]
 
+    def comparable(self, tokens, prompt, max_tokens):
+        """An engine's tokens and the right ones, both cut before the first near tie: there rounding may decide."""
+        steps = self.generate(prompt, max_tokens)
+        end = next((i for i, step in enumerate(steps) if step.lead < CLEAR), None)
+        return tokens[:end], [step.token for step in steps][:end]
+
     def generate(self, prompt, max_tokens, stop=()):
         """Continue greedily; the end-of-sequence or stop token that ends it is included."""
         steps, cache = [], [([], []) for _ in range(self.config.layers)]  # a layer's keys and values, a token each
@@ -46,9 +56,9 @@ class Oracle:
             logits = self._forward(tokens[position], position, cache)
             if position < len(prompt) - 1:
                 continue
-            best = max(logits)
+            best, second = nlargest(2, logits)
             tokens.append(logits.index(best))
-            steps.append(Step(tokens[-1], -log(fsum(exp(logit - best) for logit in logits))))
+            steps.append(Step(tokens[-1], -log(fsum(exp(logit - best) for logit in logits)), best - second))
             if tokens[-1] in self.config.eos_tokens or tokens[-1] in stop:
                 break
         return steps
