@@ -34,7 +34,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from starter.console import Console
+from starter.console import EXIT_BAD_INPUT, Console
 
 SAMPLE = re.compile(r"<!-- output of: (.+?) -->\s*```text\n(.*?)```", re.DOTALL)
 TABLE = re.compile(r"<!-- rows of: (.+?) -->\n\|.*\n\|[-: |]+\|\n((?:\|.*\n)+)")
@@ -165,7 +165,11 @@ def wrong_rows(text: str, progress: Callable[[str], None]) -> Iterator[str]:
         for row in rows.splitlines():
             option = " ".join(CODE.findall(row))
             progress(f"{command} {option}")
-            printed = NUMBER.findall(run(f"{command} {option}")[0])
+            output, status = run(f"{command} {option}".strip())
+            if status == EXIT_BAD_INPUT:  # a package that is missing here, say: its own words tell
+                yield f"`{command} {option}`: {output.strip()[-200:]}"
+                break
+            printed = NUMBER.findall(output)
             for number in NUMBER.findall(CODE.sub("", row)):
                 if number not in printed:
                     yield f"`{command} {option}` does not print {number}"

@@ -25,7 +25,7 @@ from starter.quantization import quantize
 from starter.schema import QuantizationConfig, SamplingParams
 from starter.weights import Tensor, seeded_weights
 from tests.extras import needs
-from tests.models import random_config
+from tests.models import random_config, split_prompts
 from tests.paths import FIXTURE, ROOT
 from tests.support import run_main
 from tests.test_backend import check_operations
@@ -62,18 +62,11 @@ class CudaBackendTest(unittest.TestCase):
                 quantization = rng.choice((None, None, QuantizationConfig(8), QuantizationConfig(4, 5, False)))
                 dtype, limit = rng.choice((("float32", 1e-4), ("float16", 2e-2)))
                 weights = seeded_weights(config, seed)
-                pages = rng.sample(range(60), 60)
-                prompts = [[rng.randrange(config.vocab_size) for _ in range(rng.randint(2, 12))] for _ in range(3)]
-                tables = [pages[20 * i:20 * i + -(-len(prompt) // page_size)] for i, prompt in enumerate(prompts)]
-                cuts = [0, rng.randrange(1, len(prompts[1])), len(prompts[2]) - 1]
+                early, late = split_prompts(rng, config, page_size)
                 results = []
                 for backend in (load_backend("reference"), cuda(dtype=dtype, block=rng.choice((1, 32)))):
                     model = Model(config, weights, backend, quantization)
                     store = model.new_store(60, page_size)
-                    early = [Piece(prompt[:cut], 0, table, wants_logits=False)
-                             for prompt, cut, table in zip(prompts, cuts, tables) if cut]
-                    late = [Piece(prompt[cut:], cut, table, wants_logits=True)
-                            for prompt, cut, table in zip(prompts, cuts, tables)]
                     self.assertEqual(model.forward(Batch.of(early, page_size), store), [])
                     results.append(model.forward(Batch.of(late, page_size), store))
                 for plain, fast in zip(*results, strict=True):

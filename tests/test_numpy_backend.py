@@ -15,7 +15,7 @@ from starter.play import play, tokens_of
 from starter.schema import QuantizationConfig
 from starter.weights import seeded_weights
 from tests.extras import needs
-from tests.models import random_config
+from tests.models import random_config, split_prompts
 from tests.paths import FIXTURE
 from tests.test_backend import check_operations
 
@@ -29,18 +29,11 @@ class NumpyBackendTest(unittest.TestCase):
                 rng = random.Random(seed)
                 config, page_size = random_config(rng, plain=seed % 2 == 0), rng.randint(1, 5)
                 weights = seeded_weights(config, seed)
-                pages = rng.sample(range(60), 60)
-                prompts = [[rng.randrange(config.vocab_size) for _ in range(rng.randint(2, 12))] for _ in range(3)]
-                tables = [pages[20 * i:20 * i + -(-len(prompt) // page_size)] for i, prompt in enumerate(prompts)]
-                cuts = [0, rng.randrange(1, len(prompts[1])), len(prompts[2]) - 1]
+                early, late = split_prompts(rng, config, page_size)
                 results = []
                 for name in ("reference", "numpy"):
                     model = Model(config, weights, load_backend(name))
                     store = model.new_store(60, page_size)
-                    early = [Piece(prompt[:cut], 0, table, wants_logits=False)
-                             for prompt, cut, table in zip(prompts, cuts, tables) if cut]
-                    late = [Piece(prompt[cut:], cut, table, wants_logits=True)
-                            for prompt, cut, table in zip(prompts, cuts, tables)]
                     self.assertEqual(model.forward(Batch.of(early, page_size), store), [])
                     results.append(model.forward(Batch.of(late, page_size), store))
                 for plain, fast in zip(*results):
