@@ -35,8 +35,8 @@ from starter.kv_cache import KVCacheManager, KVHandle
 from starter.loading import Loaded
 from starter.model import Model
 from starter.policies import POLICIES
+from starter.requests import sample_id
 from starter.schema import CharacterVocabulary, EngineSettings, ModelConfig, SamplingParams, TokenEvent
-from starter.streams import sample_id
 from starter.timeline import Event, VirtualClock
 from starter.tokenizer import CharacterTokenizer
 from starter.weights import seeded_weights

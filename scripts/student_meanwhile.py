@@ -68,8 +68,12 @@ class driver:
     def main(arguments=None):
         # While something is missing, say what, and be content with what is there.
         options = _parser().parse_args(arguments)
-        try:
-            return guarded(lambda: _run(options))
-        except NotImplementedError as missing:
-            print(f"Still to be written: {missing}")
-            return EXIT_OK
+
+        def _try():
+            try:
+                return _run(options)
+            except NotImplementedError as missing:
+                print(f"Still to be written: {missing}")
+                return EXIT_OK
+
+        return guarded(_try)

@@ -9,14 +9,13 @@ that is interrupted before ``settle`` can be planned and chosen again. The engin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Union
 
 from .executor import Row
 from .recorder import Recorder
 from .request_table import RequestTable
-from .requests import Request
 from .sampling import Choice, sample
 from .scheduler import ContinuousBatchScheduler
 from .streams import RequestStream, Sample
@@ -27,10 +26,8 @@ Outcome = Union[list[Choice], Exception]  # of a sequence in a step: its token (
 class Answers:
     """Passes on what was computed, and ends what has ended."""
 
-    def __init__(self, requests: RequestTable, scheduler: ContinuousBatchScheduler, recorder: Recorder,
-                 eos_tokens: Sequence[int]) -> None:
+    def __init__(self, requests: RequestTable, scheduler: ContinuousBatchScheduler, recorder: Recorder) -> None:
         self._requests, self._scheduler, self._recorder = requests, scheduler, recorder
-        self._eos_tokens = tuple(eos_tokens)
 
     def settle(self, outcomes: Mapping[Sample, Outcome]) -> None:
         """The step's tokens are chosen: end what has failed, start further samples, tell everybody."""
@@ -42,7 +39,9 @@ class Answers:
         self.end_failures()
         for sample_, outcome in outcomes.items():
             if not isinstance(outcome, Exception) and sample_.finish_reason is None:
-                self._emit_all(sample_, outcome)
+                started = (sample_,) if len(outcome) == 1 else self._start_others(sample_)
+                for each, choice in zip(started, outcome):
+                    self._emit(each, choice)
 
     def choose(self, sample_: Sample, row: Row) -> Outcome:
         """Sample the next token; after the prompt of a request with n samples, one for each."""
@@ -50,36 +49,31 @@ class Answers:
             return row
         stream, request = sample_.stream, sample_.stream.request
         try:
-            if request.sampling.plain:  # as nearly always: nothing but the row matters
-                return [sample(row, request.sampling, each.draws) for each in stream.due(sample_)]
+            if request.sampling.plain:  # as nearly always: nothing but the row matters, so all samples are alike
+                return [sample(row, request.sampling, sample_.draws)] * len(stream.due(sample_))
             return [sample(row, request.sampling, each.draws, request.prompt_tokens,
-                           each.tokens[len(request.prompt_tokens):], self._end_tokens(request))
+                           each.tokens[len(request.prompt_tokens):], stream.end_tokens)
                     for each in stream.due(sample_)]
         except Exception as error:  # whatever is wrong with this row concerns this request alone
             return error
 
-    def _end_tokens(self, request: Request) -> tuple[int, ...]:
-        eos = () if request.sampling.ignore_eos else self._eos_tokens
-        return (*eos, *request.stop_tokens) if request.stop_tokens else eos
-
-    def _emit_all(self, first: Sample, choices: list[Choice]) -> None:
-        """A sample's next token; after the prompt, the other samples start from the same pages with theirs."""
+    def _start_others(self, first: Sample) -> list[Sample]:
+        """After the prompt, the other samples start from the same pages; the first is the first of all of them."""
         started = first.stream.due(first)
-        for sample_ in started[1:] if len(choices) > 1 else ():
+        for sample_ in started[1:]:
             sample_.started = True
             self._recorder.event("fork", request=sample_.id, parent=first.id)
             if first.stream.request.max_tokens > 1:  # else it has all its tokens with this one
                 self._scheduler.fork(first.id, replace(first.stream.request, request_id=sample_.id))
-        for sample_, choice in zip(started, choices):
-            self._emit(sample_, choice)
+        return started
 
     def _emit(self, sample_: Sample, choice: Choice) -> None:
         """A new token goes into its stream; the sample ends here if it is its last."""
-        ends = choice.token in self._end_tokens(sample_.stream.request)
+        ends = choice.token in sample_.stream.end_tokens
         event = sample_.add(choice, ends, self._recorder.steps - 1, self._recorder.clock())
         if event.finish_reason and self._scheduler.is_running(sample_.id):  # at max_tokens it has ended by itself
             self._scheduler.finish(sample_.id, event.finish_reason)
-        self._recorder.event("token", request=sample_.id, index=event.index, token=event.token, text=event.text)
+        self._recorder.token(sample_.id, event)
         if event.finish_reason:
             self._forget(sample_)
 

@@ -76,8 +76,9 @@ class Table:
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """A program's exit code, everything printed. Bad input, a full disk, a lack of memory are one line on standard
-    error and exit code 2; a pipe whose reader has seen enough is no error."""
+    """A program's exit code, everything printed. Bad input, a full disk, a lack of memory and, in a student's project,
+    a function that is still to be written are one line on standard error and exit code 2; a pipe whose reader has seen
+    enough is no error."""
     try:
         code = work()
         if sys.stdout:  # None where the program was started without one
@@ -85,7 +86,7 @@ def guarded(work: Callable[[], int]) -> int:
         return code
     except BrokenPipeError:
         return EXIT_OK
-    except (EngineError, OSError, MemoryError) as error:
+    except (EngineError, OSError, MemoryError, NotImplementedError) as error:
         complain(f"error: {error}" if str(error) else "error: not enough memory; ask for fewer pages")
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:

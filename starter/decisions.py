@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,27 +17,6 @@ class ScheduledChunk(NamedTuple):
     start: int
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
     phase: str
-
-
-class Reasons(Mapping[str, str]):
-    """Why each request got what it got: {request id: sentence}. A sentence is put together when it is read."""
-
-    def __init__(self) -> None:
-        self._parts: dict[str, tuple[str, tuple[object, ...]]] = {}
-
-    def say(self, request_id: str, sentence: str, *values: object) -> None:
-        """Set the sentence of a request; "{}" stands for a value."""
-        self._parts[request_id] = sentence, values
-
-    def __getitem__(self, request_id: str) -> str:
-        sentence, values = self._parts[request_id]
-        return sentence.format(*values)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
 
 
 @dataclass(frozen=True)
@@ -87,7 +66,7 @@ class Plan:
     admitted: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     found: dict[str, int] = field(default_factory=dict)
-    reasons: Reasons = field(default_factory=Reasons)
+    reasons: dict[str, str] = field(default_factory=dict)
 
 
 def counted(number: int, noun: str) -> str:

@@ -32,9 +32,9 @@ from starter.errors import RequestError
 from starter.loading import STORED, load_checkpoint_model, quantization_config
 from starter.play import play, tokens_of
 from starter.report import write_report
+from starter.requests import sample_id
 from starter.schema import EngineSettings, QuantizationConfig, SamplingParams, Scenario, TokenEvent, load_scenario
 from starter.show import StepPrinter, print_manifest, print_metrics, print_results
-from starter.streams import sample_id
 from starter.timeline import VirtualClock
 
 PROMPT_OPTIONS: dict[str, Any] = {  # those that go with --checkpoint, and their defaults
@@ -312,7 +312,7 @@ def _stream_many(engine: InferenceEngine, texts: dict[str, str], console: Consol
             engine.step()
             for request_id in live:
                 for event in engine.poll(request_id):
-                    name = sample_id(request_id, event.sample)
+                    name = event.sequence_id
                     texts[name] += event.text
                     if event.finish_reason:
                         ended.add(name)

@@ -61,7 +61,7 @@ from .schema import (
     TokenEvent,
 )
 from .shapes import Nullable, describe
-from .streams import RequestStatus, RequestStream
+from .streams import RequestStatus, RequestStream, Sample
 from .timeline import Timeline
 
 
@@ -87,7 +87,7 @@ class InferenceEngine:
             self.settings.max_running, self.settings.policy, self.kv if self.settings.use_cache else None,
             self.settings.batching, self.settings.preemption,
             lambda sequence_id: self._requests.samples[sequence_id].tokens)
-        self._answers = Answers(self._requests, self.scheduler, self._recorder, self.model.config.eos_tokens)
+        self._answers = Answers(self._requests, self.scheduler, self._recorder)
         self._executor = Executor(self.model, self.kv.store if self.settings.use_cache else None, self.kv.page_size)
         self._recorder.header(engine=__version__, backend=self.model.backend.name,
                               settings=ENGINE_SHAPE.dump(self.settings), model=MODEL_SHAPE.dump(self.model.config),
@@ -355,19 +355,18 @@ class InferenceEngine:
     def step(self, budget_tokens: int | None = None) -> ScheduleDecision:
         """Plan and compute one step of at most ``budget_tokens`` (the settings' budget if None)."""
         with self._stepping:
-            with self._news, self._undone_if_interrupted():
-                decision, pieces = self._plan(self.settings.budget_tokens if budget_tokens is None else budget_tokens)
-                planned = {sequence_id: self._requests.samples[sequence_id] for sequence_id in pieces}
             with self._undone_if_interrupted():
+                with self._news:
+                    decision, pieces = self._plan(
+                        self.settings.budget_tokens if budget_tokens is None else budget_tokens)
                 rows = self._executor.run(pieces)
             with self._news:
-                live = self._requests.samples
-                gone = [sequence_id for sequence_id in pieces  # cancelled while the decoder computed
-                        if live.get(sequence_id) is not planned[sequence_id]]
-                self.kv.settle_unused(page for sequence_id in gone for page in pieces[sequence_id].pages)
-                due = {planned[sequence_id]: row for sequence_id, row in rows.items() if sequence_id not in gone}
+                gone = [sample_ for sample_ in pieces  # cancelled while the decoder computed
+                        if self._requests.samples.get(sample_.id) is not sample_]
+                self.kv.settle_unused(page for sample_ in gone for page in pieces[sample_].pages)
                 with self._undone_if_interrupted():
-                    outcomes = {sample_: self._answers.choose(sample_, row) for sample_, row in due.items()}
+                    outcomes = {sample_: self._answers.choose(sample_, row) for sample_, row in rows.items()
+                                if sample_ not in gone}
                 self._answers.settle(outcomes)
                 self._news.notify_all()
                 self._recorder.raise_trouble()
@@ -384,7 +383,7 @@ class InferenceEngine:
                 self._recorder.abandoned()
             raise
 
-    def _plan(self, budget_tokens: int) -> tuple[ScheduleDecision, dict[str, Piece]]:
+    def _plan(self, budget_tokens: int) -> tuple[ScheduleDecision, dict[Sample, Piece]]:
         self._require_open()
         if self._executor.faults:
             self._executor.faults.before_step()
@@ -395,18 +394,18 @@ class InferenceEngine:
         self._answers.end_failures()
         return decision, pieces
 
-    def _pieces(self, chunks: Sequence[ScheduledChunk]) -> dict[str, Piece]:
-        """What each scheduled sequence computes, by its id. Tokens are copied: the computation holds no lock."""
+    def _pieces(self, chunks: Sequence[ScheduledChunk]) -> dict[Sample, Piece]:
+        """What each scheduled sample computes. Tokens are copied: the computation holds no lock."""
         pieces = {}
         for chunk in chunks:
+            sample_ = self._requests.samples[chunk.request_id]
             try:
-                pieces[chunk.request_id] = self._piece(chunk)
+                pieces[sample_] = self._piece(sample_.tokens, chunk)
             except EngineError as error:  # its pages were taken away from outside
                 self.scheduler.fail(chunk.request_id, error)
         return pieces
 
-    def _piece(self, chunk: ScheduledChunk) -> Piece:
-        tokens = self._requests.samples[chunk.request_id].tokens
+    def _piece(self, tokens: Sequence[int], chunk: ScheduledChunk) -> Piece:
         end = chunk.start + chunk.count
         if not self.settings.use_cache:  # all of them, and only when the next token is due
             return Piece(list(tokens), 0, (), wants_logits=end == len(tokens))

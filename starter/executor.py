@@ -9,6 +9,7 @@ from .backend import KVStore
 from .batch import Batch, Piece
 from .faults import FaultInjector
 from .model import Model
+from .streams import Sample
 
 Logits = Sequence[float]
 Row = Union[Logits, Exception]
@@ -21,10 +22,10 @@ class Executor:
         self._model, self._store, self._page_size = model, store, page_size
         self.faults: FaultInjector | None = None
 
-    def run(self, pieces: Mapping[str, Piece]) -> dict[str, Row]:
-        """Logits for each sequence whose next token is due; an exception for each one that failed.
+    def run(self, pieces: Mapping[Sample, Piece]) -> dict[Sample, Row]:
+        """Logits for each sample whose next token is due; an exception for each one that failed.
 
-        When the batch fails, each sequence is tried alone (its slots are simply written again, with the same
+        When the batch fails, each sample is tried alone (its slots are simply written again, with the same
         numbers), so that only those at fault end. This relies on batch-equals-solo, and on stores that keep whatever
         a second time needs until the page manager settles a page.
         """
@@ -32,24 +33,25 @@ class Executor:
             return self._forward(pieces)
         except Exception:
             alone = pieces.items()  # tried below, where no traceback holds what the whole batch took of a device
-        rows: dict[str, Row] = {}
-        for sequence_id, piece in alone:
+        rows: dict[Sample, Row] = {}
+        for sample, piece in alone:
             try:
-                rows.update(self._forward({sequence_id: piece}))
+                rows.update(self._forward({sample: piece}))
             except Exception as error:
-                rows[sequence_id] = error.with_traceback(None)  # nor what this one took
+                rows[sample] = error.with_traceback(None)  # nor what this one took
         return rows
 
-    def _forward(self, pieces: Mapping[str, Piece]) -> dict[str, Row]:
+    def _forward(self, pieces: Mapping[Sample, Piece]) -> dict[Sample, Row]:
         if not pieces:
             return {}
         if self.faults:
-            self.faults.before_forward(pieces.keys())
-        wanted = [sequence_id for sequence_id, piece in pieces.items() if piece.wants_logits]
-        rows: dict[str, Logits]
+            self.faults.before_forward({sample.id for sample in pieces})
+        wanted = [sample for sample, piece in pieces.items() if piece.wants_logits]
+        rows: Sequence[Logits]
         if self._store is None:
-            rows = {sequence_id: self._model.forward_uncached(pieces[sequence_id].tokens) for sequence_id in wanted}
+            rows = [self._model.forward_uncached(pieces[sample].tokens) for sample in wanted]
         else:
-            batch = Batch.of(pieces.values(), self._page_size)
-            rows = dict(zip(wanted, self._model.forward(batch, self._store)))
-        return dict(self.faults.after_forward(rows) if self.faults else rows)
+            rows = self._model.forward(Batch.of(pieces.values(), self._page_size), self._store)
+        if self.faults:
+            rows = self.faults.after_forward([sample.id for sample in wanted], rows)
+        return dict(zip(wanted, rows))

@@ -9,7 +9,7 @@ the reason, or goes on with the same tokens; every other stream is unchanged, bi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 from typing import Union
@@ -151,13 +151,14 @@ class FaultInjector:
                 self._fire(fault)
                 raise BackendError(f"failed on purpose at call {call}")
 
-    def after_forward(self, rows: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
-        """The decoder's logits, or NaN in their place."""
-        result = dict(rows)
+    def after_forward(self, request_ids: Sequence[str], rows: Sequence[Sequence[float]]) -> list[Sequence[float]]:
+        """The decoder's logits for these requests, or NaN in their place."""
+        result = list(rows)
         for fault in self._faults:
             if isinstance(fault, NanLogits) and fault.call == self._calls - 1:
-                hit = [request_id for request_id in rows if fault.request_id in (None, request_id)]
-                result.update((request_id, [float("nan")] * len(rows[request_id])) for request_id in hit)
+                hit = [i for i, request_id in enumerate(request_ids) if fault.request_id in (None, request_id)]
+                for i in hit:
+                    result[i] = [float("nan")] * len(rows[i])
                 if hit:
                     self._fire(fault)
         return result

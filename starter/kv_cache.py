@@ -51,7 +51,7 @@ class KVHandle:
     serial: int = field(repr=False)  # not the same in two runs, which errors should be
 
 
-@dataclass
+@dataclass(slots=True)
 class _Table:
     request_id: str
     root: Node

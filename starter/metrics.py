@@ -150,7 +150,7 @@ class Metrics:
             Family("request_queue_time_seconds", "histogram", "From arrival to the first admission.", shown["queue"])))
 
 
-@dataclass
+@dataclass(slots=True)
 class _Life:
     """What is remembered of a live request."""
 
@@ -185,15 +185,14 @@ class MetricsCollector:
     now: float = 0.0
     peak_pages: int = 0
     peak_empty: int = 0
-    _handlers: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._handlers = {name[len("_on_"):]: getattr(self, name) for name in dir(self) if name.startswith("_on_")}
 
     def observe(self, event: Event) -> None:
         """Take one event into account; kinds without a handler carry nothing that is measured here."""
         self.now = event["time"]
-        kind = event["event"]
-        if kind not in self._handlers:
-            self._handlers[kind] = getattr(self, f"_on_{kind}", None)
-        if handler := self._handlers[kind]:
+        if handler := self._handlers.get(event["event"]):
             handler(event)
 
     def _on_header(self, event: Event) -> None:
@@ -248,16 +247,21 @@ class MetricsCollector:
         self.peak_pages = max(self.peak_pages, event["used_pages"])
 
     def _on_token(self, event: Event) -> None:
-        life = self.lives[event["request"]]
+        self.token(event["request"], event["time"])
+
+    def token(self, request: str, time: float) -> None:
+        """The sequence of this name has a new token."""
+        life = self.lives[request]
+        self.now = time
         self.counts["output_tokens"] += 1
         if life.first is None:
-            life.first = event["time"]
+            life.first = time
             if not life.forked:
                 self._sample("ttft", life.first - life.submitted)
                 self.counts["prefilled"] += life.prompt_tokens
         else:
-            self._sample("itl", event["time"] - life.last)
-        life.last = event["time"]
+            self._count("itl", time - life.last)
+        life.last = time
         life.tokens += 1
 
     def _on_finish(self, event: Event) -> None:
@@ -269,8 +273,11 @@ class MetricsCollector:
             self._sample("tpot", (life.last - life.first) / (life.tokens - 1))
 
     def _sample(self, name: str, seconds: float) -> None:
-        if name in self.samples:  # of the many times between tokens only the histogram is kept
-            self.samples[name].append(seconds)
+        self.samples[name].append(seconds)
+        self._count(name, seconds)
+
+    def _count(self, name: str, seconds: float) -> None:
+        """In the histogram, which is all that is kept of the many times between tokens."""
         self.buckets[name][bisect_left(BOUNDS[name], seconds)] += 1
         self.sums[name] += seconds
 

@@ -14,7 +14,6 @@ from .engine import InferenceEngine
 from .errors import RequestError
 from .scheduler import ScheduleDecision
 from .schema import Request, Scenario, TokenEvent
-from .streams import sample_id
 
 
 @dataclass
@@ -74,7 +73,7 @@ def tokens_of(events: list[TokenEvent]) -> dict[str, list[int]]:
     samples, the first has its id, the others "<id>#1", "<id>#2", ..."""
     tokens: dict[str, list[int]] = {}
     for event in events:
-        mine = tokens.setdefault(sample_id(event.request_id, event.sample), [])
+        mine = tokens.setdefault(event.sequence_id, [])
         if event.token is not None:
             mine.append(event.token)
     return tokens

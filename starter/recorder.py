@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from .kv_cache import KVCacheManager
 from .metrics import Metrics, MetricsCollector
 from .scheduler import ScheduleDecision
-from .schema import REQUEST_SHAPE, Request
+from .schema import REQUEST_SHAPE, Request, TokenEvent
 from .timeline import TIMELINE_VERSION, Event, Timeline, VirtualClock
 
 
@@ -26,7 +26,6 @@ class Recorder:
         self._collector = MetricsCollector()
         self._held_back: list[tuple[str, Event]] | None = None  # while a step is being planned
         self._under_way = False  # a step was planned, and is not yet completed
-        self.timeline.listen(self._collector.observe)
 
     def metrics(self) -> Metrics:
         """What the events so far add up to."""
@@ -45,9 +44,14 @@ class Recorder:
     def event(self, event: str, **fields: object) -> None:
         """Any event."""
         if self._held_back is None:
-            self.timeline.record(event, self.steps, self.clock(), **fields)
+            self._append(event, fields)
         else:
             self._held_back.append((event, fields))
+
+    def token(self, sequence_id: str, token: TokenEvent) -> None:
+        """A sample has a new token."""
+        self._collector.token(sequence_id, token.time)
+        self.timeline.token(token)
 
     def submitted(self, request: Request) -> None:
         """A request was queued: all of it, what has its default aside."""
@@ -71,7 +75,7 @@ class Recorder:
         """A step was planned; ``computed`` positions will go through the decoder."""
         self._append("step", {
             "budget": decision.budget_tokens, "computed": computed,
-            "chunks": [[chunk.request_id, chunk.start, chunk.count, chunk.phase] for chunk in decision.chunks],
+            "chunks": list(map(list, decision.chunks)),
             "admitted": list(decision.admitted), "preempted": list(decision.preempted),
             "waiting": list(decision.waiting), "running": list(decision.running), "reasons": dict(decision.reasons),
             "found": dict(decision.found), "used_pages": kv.total_pages - kv.free_pages,
@@ -96,4 +100,4 @@ class Recorder:
         self.event("pages", change=change, request=request_id, pages=list(pages), used_pages=used_pages)
 
     def _append(self, event: str, fields: Event) -> None:
-        self.timeline.record(event, self.steps, self.clock(), **fields)
+        self._collector.observe(self.timeline.record(event, self.steps, self.clock(), **fields))

@@ -44,6 +44,7 @@ from .schema import (
     Scenario,
 )
 from .shapes import ListOf, Nullable
+from .streams import Sample
 from .timeline import Event, VirtualClock
 
 FREE_IN_HEADER = ("engine", "checkpoint", "weights")  # a newer engine, moved files: weights_sha256 says what counts
@@ -196,7 +197,7 @@ class _Watched(Executor):
         super().__init__(engine.model, engine.kv.store if engine.settings.use_cache else None, engine.kv.page_size)
         self._replay = replay
 
-    def run(self, pieces: Mapping[str, Piece]) -> dict[str, Row]:
+    def run(self, pieces: Mapping[Sample, Piece]) -> dict[Sample, Row]:
         self._replay.computing()
         rows = super().run(pieces)
         self._replay.computing()  # once more, after the faults that happened

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from .errors import DuplicateRequestError, UnknownRequestError
 from .model_config import ModelConfig
-from .requests import Request, TokenEvent
+from .requests import Request, TokenEvent, sample_id
 from .sampling import Draws
 from .stop_strings import StopStrings
-from .streams import RequestStream, Sample, sample_id
+from .streams import RequestStream, Sample
 from .tokenizer import Tokenizer
 
 
@@ -47,7 +47,8 @@ class RequestTable:
 
     def make_stream(self, request: Request) -> RequestStream:
         """A stream with its samples, not yet in the table."""
-        stream = RequestStream(request)
+        eos_tokens = () if request.sampling.ignore_eos else self._config.eos_tokens
+        stream = RequestStream(request, end_tokens=(*eos_tokens, *request.stop_tokens))
         for number in range(request.sampling.n):
             decoder = self._tokenizer.stream()
             for token in request.prompt_tokens:  # the text goes on from the prompt's, which its reader knows

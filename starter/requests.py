@@ -7,9 +7,9 @@ is allowed. ``check_against`` asks what only the model knows; what only an engin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import CapacityError, RequestError
 from .model_config import MAX_CONTEXT, MAX_VOCABULARY, TOKEN_SHAPE, ModelConfig
@@ -37,8 +37,12 @@ def _require_text(name: str, value: object) -> None:
 
 def _repr(record: Any) -> str:
     """What a dataclass would print of itself, without the fields that have their defaults."""
-    shown = [f"{field.name}={value!r}" for field in fields(record)
-             if (value := getattr(record, field.name)) != field.default]
+    return _without_defaults(record, {field.name: field.default for field in fields(record)})
+
+
+def _without_defaults(record: Any, defaults: Mapping[str, object]) -> str:
+    shown = [f"{name}={value!r}" for name in record.__match_args__
+             if (value := getattr(record, name)) != defaults.get(name, MISSING)]
     return f"{type(record).__name__}({', '.join(shown)})"
 
 
@@ -180,8 +184,7 @@ class Request:
                 f"{max(0, model.max_context - len(self.prompt_tokens))} tokens")
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One token of one request, or (token None) the end of a request that ended without one.
 
     ``index`` counts a request's tokens from 0 without gaps. ``text`` is what this token adds to the decoded text.
@@ -192,7 +195,7 @@ class TokenEvent:
     """
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     token: int | None
     text: str
     step: int
@@ -202,7 +205,19 @@ class TokenEvent:
     error: str | None = None
     sample: int = 0
     top_logprobs: tuple[tuple[int, float], ...] = ()
-    __repr__ = _repr
+
+    def __repr__(self) -> str:
+        return _without_defaults(self, self._field_defaults)
+
+    @property
+    def sequence_id(self) -> str:
+        """Of the sample, as the scheduler and the timeline know it."""
+        return sample_id(self.request_id, self.sample)
+
+
+def sample_id(request_id: str, number: int) -> str:
+    """Id of the sequence that is a request's sample of this number."""
+    return request_id if number == 0 else f"{request_id}#{number}"
 
 
 # -------------------------------------------------------------------------------------------------- shapes

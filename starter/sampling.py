@@ -19,19 +19,18 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import accumulate, repeat
 from math import exp, inf, isnan, log
 from operator import sub
+from typing import NamedTuple
 
 from .errors import BackendError
 from .logits import Logits
 from .schema import SamplingParams
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A token, the logarithm of its probability by the model alone (temperature 1, nothing adjusted), and the
     likeliest tokens with theirs, as many as were asked for; the chosen token is always among them."""
 

@@ -194,7 +194,7 @@ class ContinuousBatchScheduler:
                 self._plan_decodes(plan)
         else:
             for sequence in (*self._running.values(), *self._waiting.first(BYPASS_LIMIT)):
-                plan.reasons.say(sequence.id, "waits: this step's budget is 0")
+                plan.reasons[sequence.id] = "waits: this step's budget is 0"
         finished, self._finished = tuple(self._finished), []
         return ScheduleDecision(plan.step, plan.budget, tuple(plan.chunks), tuple(plan.admitted), tuple(plan.preempted),
                                 finished, self._waiting.ids, self._ids_running(), plan.reasons, plan.found)
@@ -255,8 +255,8 @@ class ContinuousBatchScheduler:
         plan.preempted.append(victim.id)
         fate = (f"keeps its {victim.computed} tokens in host pages" if swapped else
                 f"will compute its {victim.known} tokens again")
-        plan.reasons.say(victim.id, "preempted: {} needs a page and none is free; {} is last in order, gives back {} "
-                         "and {}", needy.id, victim.id, counted(pages, "page"), fate)
+        plan.reasons[victim.id] = (f"preempted: {needy.id} needs a page and none is free; {victim.id} is last in "
+                                   f"order, gives back {counted(pages, 'page')} and {fate}")
 
     # --------------------------------------------------------------------------------------- admissions
 
@@ -268,13 +268,13 @@ class ContinuousBatchScheduler:
         if refusal:
             for sequence in self._waiting.first(BYPASS_LIMIT):
                 if sequence.id not in plan.reasons:
-                    plan.reasons.say(sequence.id, "{}", refusal)
+                    plan.reasons[sequence.id] = refusal
             return
         blocked: Sequence | None = None  # the first request that lacks pages
         for sequence in self._waiting.first(self.max_running - len(self._running) + BYPASS_LIMIT):
             refusal = refusal or self._full(plan) or _held(blocked)
             if refusal:
-                plan.reasons.say(sequence.id, "{}", refusal)
+                plan.reasons[sequence.id] = refusal
             elif self._open_table(sequence, plan):
                 self._waiting.remove(sequence)
                 self._run(sequence)
@@ -310,7 +310,7 @@ class ContinuousBatchScheduler:
             self._tables.open(sequence)
         except OutOfPagesError as error:
             if self._running or not self._refused_too_often(sequence, error):
-                plan.reasons.say(sequence.id, "waits: {}; {}", self._tables.lack(sequence), self._next_release())
+                plan.reasons[sequence.id] = f"waits: {self._tables.lack(sequence)}; {self._next_release()}"
             return False
         except Exception as error:  # not a lack of pages: this request cannot be served, the others can
             self._fail(sequence, error)
@@ -363,19 +363,18 @@ class ContinuousBatchScheduler:
         sequence.last_served, sequence.scheduled = plan.step, count
         self._in_flight.append(sequence)
         if phase == "decode":
-            plan.reasons.say(sequence.id, "decodes position {}: token {} of at most {}", start, sequence.generated + 1,
-                             sequence.request.max_tokens)
+            plan.reasons[sequence.id] = (f"decodes position {start}: token {sequence.generated + 1} of at most "
+                                         f"{sequence.request.max_tokens}")
             return
         admitted = "admitted; " if sequence.id in plan.admitted else ""
         left = f", {sequence.known - end} left for later steps (budget {plan.budget})" if end < sequence.known else ""
-        plan.reasons.say(sequence.id, "{}prefills positions {} to {} of {}{}", admitted, start, end - 1, sequence.known,
-                         left)
+        plan.reasons[sequence.id] = f"{admitted}prefills positions {start} to {end - 1} of {sequence.known}{left}"
 
     def _explain_turns(self, plan: Plan, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             if sequence.id in self._running and sequence.last_served != plan.step:
-                plan.reasons.say(sequence.id, "waits for its turn: {} requests want a part of the {} budget tokens",
-                                 len(self._running), plan.budget)
+                plan.reasons[sequence.id] = (f"waits for its turn: {len(self._running)} requests want a part of the "
+                                             f"{plan.budget} budget tokens")
 
     def _new_sequence(self, request: Request) -> Sequence:
         rank = self.policy.rank(request, self._steps, 0)

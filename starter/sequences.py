@@ -10,7 +10,7 @@ from .kv_cache import KVHandle
 from .schema import Request
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """A live request: how much of it is known, computed and stored."""
 

@@ -243,7 +243,7 @@ class MapOf:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """An object with the fields of a dataclass; a field with a default may be left out.
+    """An object with the fields of a dataclass or a NamedTuple; a field with a default may be left out.
 
     Rules that join several fields live in the dataclass's ``__post_init__``; an EngineError raised
     there is reported at the record's own path.
@@ -256,7 +256,9 @@ class Record:
     def _required(self) -> list[str]:
         return [name for name in self.fields if name not in self._defaults()]
 
-    def _defaults(self) -> dict[str, object]:
+    def _defaults(self) -> Mapping[str, object]:
+        if issubclass(self.make, tuple):  # type: ignore[arg-type]
+            return self.make._field_defaults  # type: ignore[attr-defined, no-any-return]
         return {f.name: f.default if f.default is not dataclasses.MISSING else f.default_factory
                 for f in dataclasses.fields(self.make)  # type: ignore[arg-type]
                 if f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING}

@@ -8,7 +8,6 @@ from starter.engine import InferenceEngine
 from starter.metrics import Metrics, Summary
 from starter.play import Played, tokens_of
 from starter.schema import EngineSettings, Request, Scenario, SeededWeights, TokenEvent
-from starter.streams import sample_id
 from starter.tokenizer import CharacterTokenizer
 
 
@@ -112,7 +111,7 @@ class StepPrinter:
         self._explained.update(new)
         notes += [f"{request_id} {reasons[request_id]}" for request_id in new]
         eos_tokens = self._engine.model.config.eos_tokens
-        return notes + [f"{sample_id(event.request_id, event.sample)} {_ending(event, event.token in eos_tokens)}"
+        return notes + [f"{event.sequence_id} {_ending(event, event.token in eos_tokens)}"
                         for event in played.events if event.finish_reason]
 
 
@@ -121,7 +120,7 @@ def _texts(events: list[TokenEvent]) -> dict[str, str]:
     texts: dict[str, str] = {}
     for event in events:
         if event.token is not None:
-            sample = sample_id(event.request_id, event.sample)
+            sample = event.sequence_id
             texts[sample] = texts.get(sample, "") + event.text
     return texts
 
@@ -139,7 +138,7 @@ def print_results(events: list[TokenEvent], refused: dict[str, str], verdicts: d
     console.line()
     table = Table("request", "tokens", "ended", "golden", "text")
     texts = _texts(events)
-    ends = {sample_id(event.request_id, event.sample): event.finish_reason for event in events}
+    ends = {event.sequence_id: event.finish_reason for event in events}
     for sample, tokens in tokens_of(events).items():
         table.add(sample, len(tokens), ends[sample], verdicts.get(sample, "-"), repr(texts.get(sample, "")))
     for request_id, reason in refused.items():

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from .requests import Request, TokenEvent, sample_id
 from .sampling import Choice, Draws
-from .schema import Request, TokenEvent
 from .stop_strings import StopStrings
 from .tokenizer import TextStream
 
@@ -26,7 +26,7 @@ class RequestStatus:
     finish_reason: str | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sample:
     """One continuation of a request's prompt."""
 
@@ -84,11 +84,12 @@ class Sample:
         self.finish_reason = event.finish_reason
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class RequestStream:
     """Events go in at the end and are read, each once, from the front. The stream ends with its last sample."""
 
     request: Request
+    end_tokens: tuple[int, ...] = ()  # which end a sample
     samples: list[Sample] = field(default_factory=list)
     events: deque[TokenEvent] = field(default_factory=deque)  # not yet read
 
@@ -121,8 +122,3 @@ class RequestStream:
             else:
                 kept.append(event)
         self.events = kept
-
-
-def sample_id(request_id: str, number: int) -> str:
-    """Id of the sequence of a sample."""
-    return request_id if number == 0 else f"{request_id}#{number}"

@@ -52,6 +52,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .errors import SchemaError
+from .requests import TokenEvent
 from .schema import (
     ENGINE_SHAPE,
     FAULT_SHAPE,
@@ -91,8 +92,8 @@ class Timeline:
 
     def __init__(self, keep: int = KEPT_EVENTS) -> None:
         self.header: Event = {}
-        self._events: deque[Event] = deque(maxlen=keep)
-        self._listeners: list[Callable[[Event], None]] = []
+        self._events: deque[Event | TokenEvent] = deque(maxlen=keep)  # a token becomes an event when it is looked at
+        self._listeners: tuple[Callable[[Event], None], ...] = ()
         self.troubles: list[Exception] = []  # of listeners that failed, and were let go
         self.recorded = 0
 
@@ -100,7 +101,7 @@ class Timeline:
         return len(self._events)
 
     def __iter__(self) -> Iterator[Event]:
-        return iter(tuple(self._events))
+        return iter(self.events)
 
     def __repr__(self) -> str:
         return f"<Timeline: {self.recorded} events, {len(self._events)} kept>"
@@ -112,24 +113,38 @@ class Timeline:
     @property
     def events(self) -> tuple[Event, ...]:
         """The events kept in memory, oldest first."""
-        return tuple(self._events)
+        return tuple(entry if isinstance(entry, dict) else _token(entry) for entry in tuple(self._events))
 
     def listen(self, listener: Callable[[Event], None]) -> None:
         """Call ``listener`` with every event from now on."""
-        self._listeners.append(listener)
+        self._listeners += listener,
 
-    def record(self, event: str, step: int, time: float, **fields: object) -> None:
-        """Append an event and tell the listeners."""
+    def _let_go(self, listener: Callable[[Event], None]) -> None:
+        self._listeners = tuple(other for other in self._listeners if other is not listener)
+
+    def record(self, event: str, step: int, time: float, **fields: object) -> Event:
+        """Append an event, made of its parts, and tell the listeners."""
         entry: Event = {"event": event, "step": step, "time": time, **fields}
         if event == "header":
             self.header = entry
         self._events.append(entry)
         self.recorded += 1
-        for listener in tuple(self._listeners):
+        self._tell(entry)
+        return entry
+
+    def token(self, token: TokenEvent) -> None:
+        """Append a token, as its reader gets it. Most events are tokens, so nothing more is made of them here."""
+        self._events.append(token)
+        self.recorded += 1
+        if self._listeners:
+            self._tell(_token(token))
+
+    def _tell(self, event: Event) -> None:
+        for listener in self._listeners:
             try:
-                listener(entry)
+                listener(event)
             except Exception as error:  # a full disk, say: kept until a caller can be told without losing a step
-                self._listeners.remove(listener)
+                self._let_go(listener)
                 self.troubles.append(error)
 
     def write(self, path: str | Path) -> None:
@@ -147,14 +162,18 @@ class Timeline:
                 file.flush()
 
             dropped = [self.header] if self.header and self.recorded > len(self._events) else []
-            for event in (*dropped, *self._events):
+            for event in (*dropped, *self.events):
                 write(event)
-            self._listeners.append(write)
+            self.listen(write)
             try:
                 yield
             finally:
-                if write in self._listeners:
-                    self._listeners.remove(write)
+                self._let_go(write)
+
+
+def _token(token: TokenEvent) -> Event:
+    return {"event": "token", "step": token.step + 1, "time": token.time, "request": token.sequence_id,
+            "index": token.index, "token": token.token, "text": token.text}
 
 
 def _open_to_write(path: str | Path) -> TextIO:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unittest
+from dataclasses import replace
 from math import nan
 
 from starter.answers import Answers
@@ -21,10 +22,10 @@ ROW = [0.0, 5.0, *[-9.0] * (CONFIG.vocab_size - 2)]  # token 1 is the likeliest
 
 class AnswersTest(unittest.TestCase):
     def setUp(self) -> None:
-        self.table = RequestTable(CONFIG, TOKENIZER, seed=3)
+        self.table = RequestTable(replace(CONFIG, eos_tokens=(END,)), TOKENIZER, seed=3)
         self.scheduler = ContinuousBatchScheduler(8)
         self.recorder = Recorder(VirtualClock())
-        self.answers = Answers(self.table, self.scheduler, self.recorder, (END,))
+        self.answers = Answers(self.table, self.scheduler, self.recorder)
 
     def started(self, request_id: str, max_tokens: int = 4, **sampling: object) -> Sample:
         """A request whose prompt a step is computing."""
@@ -32,6 +33,7 @@ class AnswersTest(unittest.TestCase):
         stream = self.table.make_stream(request)
         self.scheduler.submit(request)
         self.table.add(stream)
+        self.recorder.submitted(request)
         self.scheduler.step(100)
         return stream.samples[0]
 

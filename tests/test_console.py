@@ -132,6 +132,7 @@ class ProgramsTest(unittest.TestCase):
                                     (BrokenPipeError(), 0, ""),
                                     (OSError(28, "No space"), 2, "error: [Errno 28] No space\n"),
                                     (MemoryError(), 2, "error: not enough memory; ask for fewer pages\n"),
+                                    (NotImplementedError("M2: f is missing"), 2, "error: M2: f is missing\n"),
                                     (KeyboardInterrupt(), 130, "interrupted\n")):
             with self.subTest(trouble=trouble), redirect_stderr(io.StringIO()) as told:
                 self.assertEqual(guarded(mock.Mock(side_effect=trouble)), code)

@@ -31,14 +31,16 @@ class RecorderTest(unittest.TestCase):
         kv = KVCacheManager(4, 2, observer=lambda change, request_id, pages: self.recorder.page_change(
             change, request_id, pages, kv.total_pages - kv.free_pages))
         scheduler = ContinuousBatchScheduler(kv=kv)
-        scheduler.submit(Request("r", (1, 2, 3), 1))
+        request = Request("r", (1, 2, 3), 1)
+        scheduler.submit(request)
+        self.recorder.submitted(request)
         with self.recorder.planning():
             decision = scheduler.step(8)
             self.recorder.planned(decision, decision.scheduled_tokens, kv)
         scheduler.finish("r", "stop")
         self.recorder.event("note")
-        self.assertEqual(self.kinds(), ["header", "step", "pages", "pages", "note"])
-        step, allocate, release = list(self.recorder.timeline)[1:4]
+        self.assertEqual(self.kinds(), ["header", "submit", "step", "pages", "pages", "note"])
+        step, allocate, release = list(self.recorder.timeline)[2:5]
         self.assertEqual((step["chunks"], step["used_pages"], step["empty_slots"]), ([["r", 0, 3, "prefill"]], 2, 4))
         self.assertEqual((allocate["change"], allocate["pages"], allocate["used_pages"]), ("allocate", [0, 1], 2))
         self.assertEqual((release["change"], release["used_pages"]), ("release", 0))

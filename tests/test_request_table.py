@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unittest
+from dataclasses import replace
 
 from starter.errors import DuplicateRequestError, RequestError, UnknownRequestError
 from starter.request_table import RequestTable
@@ -48,6 +49,13 @@ class RequestTableTest(unittest.TestCase):
         self.assertEqual(len(self.table.samples), 3)
         for sequence_id in self.table.samples:
             self.assertRaises(DuplicateRequestError, self.add, sequence_id)
+
+    def test_tokens_that_end_a_request(self) -> None:
+        table = RequestTable(replace(CONFIG, eos_tokens=(1, 2)), TOKENIZER, seed=5)
+        for ignore_eos, stop_tokens, ends in ((False, (), (1, 2)), (False, (3,), (1, 2, 3)), (True, (), ()),
+                                              (True, (1,), (1,))):
+            request = Request("a", (1,), 3, sampling=SamplingParams(ignore_eos=ignore_eos), stop_tokens=stop_tokens)
+            self.assertEqual(table.make_stream(request).end_tokens, ends)
 
     def test_fresh_ids_are_free(self) -> None:
         self.add("request-0")

@@ -8,7 +8,7 @@ from typing import Any
 
 from starter.errors import CapacityError, RequestError
 from starter.model_config import ModelConfig
-from starter.requests import Request, SamplingParams
+from starter.requests import Request, SamplingParams, TokenEvent
 
 MODEL = ModelConfig(vocab_size=5, width=8, layers=1, heads=4, kv_heads=2, ffn_width=6, max_context=9)
 
@@ -32,6 +32,13 @@ class RequestsTest(unittest.TestCase):
         request = Request("r", [1, 2], 0, stop_tokens=[3])
         self.assertEqual((request.prompt_tokens, request.stop_tokens), ((1, 2), (3,)))
         self.assertEqual(hash(request), hash(Request("r", (1, 2), 0, stop_tokens=(3,))))
+
+    def test_records_show_what_differs_from_the_default(self) -> None:
+        self.assertEqual(repr(SamplingParams(top_k=3)), "SamplingParams(top_k=3)")
+        event = TokenEvent("r", 0, 5, "x", 1, 2.0, finish_reason="stop", sample=1)
+        self.assertEqual(repr(event), "TokenEvent(request_id='r', index=0, token=5, text='x', step=1, time=2.0, "
+                                      "finish_reason='stop', sample=1)")
+        self.assertEqual(event.sequence_id, "r#1")
 
     def test_a_request_against_a_model(self) -> None:
         model = MODEL

@@ -7,10 +7,10 @@ import unittest
 from collections import deque
 from collections.abc import Sequence
 
+from starter.requests import Request, SamplingParams, TokenEvent, sample_id
 from starter.sampling import Choice, Draws
-from starter.schema import Request, SamplingParams, TokenEvent
 from starter.stop_strings import StopStrings
-from starter.streams import RequestStream, Sample, sample_id
+from starter.streams import RequestStream, Sample
 from starter.tokenizer import TextStream
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from starter.engine import InferenceEngine
 from starter.errors import RequestError, SchemaError
 from starter.faults import MemoryCut
+from starter.requests import TokenEvent
 from starter.schema import MODEL_SHAPE, REQUEST_SHAPE, Request, SamplingParams, load_scenario
 from starter.timeline import Event, Timeline, VirtualClock, read_timeline
 from tests.paths import FIXTURE
@@ -86,6 +87,16 @@ class KeepTest(FolderTest):
         self.assertEqual((len(timeline), timeline.recorded, len(heard), len(late)), (3, 7, 7, 1))
         self.assertEqual(timeline.header, HEAD)
         self.assertEqual(repr(timeline), "<Timeline: 7 events, 3 kept>")
+
+    def test_a_token_is_kept_as_its_reader_gets_it_and_shown_as_an_event(self) -> None:
+        timeline, heard = Timeline(), []
+        timeline.token(TokenEvent("r", 0, 5, "x", 2, 3.0))
+        timeline.listen(heard.append)
+        timeline.token(TokenEvent("r", 4, 6, "y", 7, 8.5, -0.5, "length", sample=2))
+        first = {"event": "token", "step": 3, "time": 3.0, "request": "r", "index": 0, "token": 5, "text": "x"}
+        second = {"event": "token", "step": 8, "time": 8.5, "request": "r#2", "index": 4, "token": 6, "text": "y"}
+        self.assertEqual((list(timeline), timeline.events, heard), ([first, second], (first, second), [second]))
+        self.assertEqual((len(timeline), timeline.recorded), (2, 2))
 
     def test_what_is_written_can_be_read_even_when_the_header_was_dropped(self) -> None:
         timeline = Timeline(keep=2)

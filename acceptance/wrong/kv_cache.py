@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from starter import cpu_backend
@@ -40,8 +39,8 @@ def hidden_recompute(patch):
     """Hidden recompute instead of a cache: positions computed grow quadratically."""
     right = InferenceEngine._piece
 
-    def piece(self, chunk):
-        mine, tokens = right(self, chunk), self._requests.samples[chunk.request_id].tokens
+    def piece(self, tokens, chunk):
+        mine = right(self, tokens, chunk)
         return Piece(tokens[:chunk.start + chunk.count], 0, mine.pages, mine.wants_logits)
 
     patch(InferenceEngine, "_piece", piece)
@@ -207,7 +206,7 @@ def block_tables_mixed_up(patch):
     def of(pieces, page_size):
         pieces = list(pieces)
         if len(pieces) > 1 and len(pieces[0].pages) == len(pieces[1].pages):
-            pieces[:2] = (replace(pieces[i], pages=pieces[1 - i].pages) for i in (0, 1))
+            pieces[:2] = (pieces[i]._replace(pages=pieces[1 - i].pages) for i in (0, 1))
         return right(pieces, page_size)
 
     patch(Batch, "of", of)

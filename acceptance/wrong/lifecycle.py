@@ -44,7 +44,7 @@ def cancel_sets_a_flag_only(patch):
     def add(self, choice, ends, step, time):
         event = right(self, choice, ends, step, time)
         if self.stream in cancelled and event.finish_reason:  # the flag is looked at when it ends anyway
-            self.stream.events[-1] = replace(event, finish_reason="cancelled")
+            self.stream.events[-1] = event._replace(finish_reason="cancelled")
         return event
 
     patch(InferenceEngine, "cancel", lambda self, request_id: cancelled.add(self._requests.find(request_id)))

@@ -64,7 +64,7 @@ def text_of_the_last_token_lost(patch):
     def add(self, choice, ends, step, time):
         event = right(self, choice, ends, step, time)
         if event.finish_reason:
-            event = self.stream.events[-1] = replace(event, text="")
+            event = self.stream.events[-1] = event._replace(text="")
         return event
 
     patch(Sample, "add", add)
