@@ -248,11 +248,13 @@ def plain_backend():
 class Meter:
     """The standard-library backend, counting the tokens that enter the decoder and failing on ``poison`` on demand.
 
-    ``watch(batch)``, where set, sees whose pages every batch reads and writes, while the step still runs.
+    ``watch(batch)``, where set, sees whose pages every batch reads and writes, while the step still runs; ``store`` is
+    where the numbers inside these pages are.
     """
 
     def __init__(self, poison=None):
-        self.inner, self.poison, self.tokens, self.watch = plain_backend(), poison, 0, None
+        self.inner, self.poison, self.tokens = plain_backend(), poison, 0
+        self.watch = self.store = None
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
@@ -265,5 +267,6 @@ class Meter:
 
     def attend(self, q, k, v, layer, store, batch):
         if layer == 0 and self.watch:
+            self.store = store
             self.watch(batch)
         return self.inner.attend(q, k, v, layer, store, batch)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from harness import PATIENCE
 from hidden_case import Hidden, drawn, model, settings, tokens
 from hidden_tables import Tables, operations
+from stored import Change
 
 
 def cached_answers(rng):
@@ -24,6 +26,23 @@ def cancels(rng):
     asked = [[tokens(rng, made, rng.randint(1, 20)), rng.randint(6, 20), steps]
              for steps in (rng.randint(0, 1), rng.randint(2, 3), rng.randint(4, 6))]
     return {**made, "asked": asked, "settings": settings(rng, budget_tokens=rng.randint(2, 6), num_pages=64)}
+
+
+def changes(rng):
+    """Requests side by side; of some, what is stored in some positions of a layer changes after some token."""
+    made = model(rng)
+    asked = [[tokens(rng, made, rng.randint(3, 16)), rng.randint(8, 14)] for _ in range(rng.randint(2, 4))]
+    many = made["scenario"]["model"]["layers"]
+    drawn_changes = []
+    for which in range(len(asked) - 1):
+        every = rng.randint(1, 3)
+        drawn_changes.append({
+            "request": which, "tokens": rng.randint(1, 6), "layer": rng.randrange(many), "every": every,
+            "first": rng.randrange(every), "key": rng.choice([-1, -0.5, 0, 1]), "value": rng.choice([-1, -0.5, 0])})
+    size = rng.randint(1, 9)
+    room = sum(-(-(len(prompt) + most) // size) for prompt, most in asked)
+    return {**made, "asked": asked, "changes": drawn_changes, "settings": settings(
+        rng, page_size=size, num_pages=room + 2)}
 
 
 class HiddenCache(Hidden):
@@ -53,6 +72,22 @@ class HiddenCache(Hidden):
             self.same([phase for _, phase in chunks],
                       ["prefill" if start < len(prompt) else "decode" for start, _ in chunks],
                       "positions of the prompt are prefill, the others decode")
+
+    @drawn("V1", "M2", changes, times=3)
+    def test_stored_numbers(self, scenario):
+        """M2, V1: tokens come from what is stored in a request's own pages, also when that is changed between steps."""
+        run, left = self.make(scenario), scenario["changes"]
+        names = [run.submit(prompt, most) for prompt, most in scenario["asked"]]
+        while run.engine.active and len(run.decisions) < PATIENCE:
+            run.step()
+            for change in list(left):
+                life = run.lives[names[change["request"]]]
+                if len(life.token_times) == change["tokens"]:
+                    left.remove(change)
+                    Change(run, names[change["request"]], change["key"], change["value"], [change["layer"]],
+                           range(change["first"], life.computed, change["every"])).apply()
+        run.finish()
+        self.same(left, [], "every change was made")
 
     @drawn("B8", "M2", cancels, times=2)
     def test_cancels(self, scenario):

@@ -92,7 +92,7 @@ class HiddenRequests(Hidden):
 
     @drawn("B2", "M1", short_answers)
     def test_single_tokens(self, scenario):
-        """B3: prompts of one token are answered, also with one token, or with none."""
+        """B2, B3: prompts of one token are answered, also with one token, or with none."""
         self.ask(self.make(scenario), scenario["asked"])
 
     @drawn("X2", "M1", fixture_requests, times=2)

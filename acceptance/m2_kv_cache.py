@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from harness import Case, Meter, tiny_scenario
+from harness import PATIENCE, Case, Meter, tiny_scenario
 from observed import Run
+from stored import Change
 
 import starter
 
@@ -137,6 +138,19 @@ class M2KVCache(Case):
         embedding.insert(0, embedding.pop())
         run.submit(run.prompt(6), 12)
         run.finish()
+
+    def test_stored_numbers_are_what_counts(self):
+        """M2, V1: a request's tokens come from what is stored in its own pages, and from nothing stored elsewhere."""
+        run = Run(self, num_pages=28)
+        names = [run.submit(run.prompt(self.rng.randint(5, 9)), 14) for _ in range(4)]
+        left = {name: [(3, {"key": 1.0, "value": -1.0}), (8, {"key": -1.0, "value": 1.0})] for name in names[:2]}
+        while run.engine.active and len(run.decisions) < PATIENCE:
+            run.step()
+            for name in left:
+                if left[name] and len(run.lives[name].token_times) == left[name][0][0]:  # so many tokens were generated
+                    Change(run, name, **left[name].pop(0)[1]).apply()
+        run.finish()
+        self.same(list(left.values()), [[], []], "both were changed twice; two neighbours kept their numbers")
 
     def test_cache_changes_no_token(self):
         """V6: tokens with the cache equal tokens without it, in any chunking of the prompt."""

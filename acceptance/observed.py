@@ -13,6 +13,7 @@ from pathlib import Path
 
 from harness import PATIENCE, TIMELINES, TOLERANCE, Clock, Meter, starter, tiny_scenario
 from oracle import Oracle
+from stored import hint
 
 
 @dataclass
@@ -28,6 +29,8 @@ class Life:
     settled: bool = False  # it was given a chunk since it was admitted, or admitted again after a preemption
     token_times: list = field(default_factory=list)  # of the steps whose chunk yielded a token
     cancelled: bool = False
+    pages: list = field(default_factory=list)  # of the positions in the cache, in their order
+    changes: list = field(default_factory=list)  # of what is stored in them (stored.py)
     events: list = field(default_factory=list)
 
     @property
@@ -172,6 +175,8 @@ class Run:
             if any(owner not in some for some in users) or any(len(some) != 1 for some in users[start // size:]):
                 self.strangers.append(f"pages {pages}, read for one request and written to from position {start} on, "
                                       f"have the users {users}")
+            elif owner in self.lives:
+                self.lives[owner].pages = pages
             self.accesses.append((owner, start, span.count))
 
     def _check_accesses(self, decision):
@@ -239,13 +244,16 @@ class Run:
 
     def check_greedy(self, name, events):
         life = self.lives[name]
-        wanted = self.oracle.generate(life.prompt, life.max_tokens, life.stop) if life.max_tokens else []
+        asked = life.prompt, life.max_tokens, life.stop
+        wanted = self.oracle.generate(*asked, life.changes) if life.max_tokens else []
         case, tokens = self.case, [step.token for step in wanted]
-        case.same(life.tokens, tokens, f"tokens of {name} against acceptance/oracle.py: is its context its own, "
-                  f"complete, and at the right positions (V1, V6)?")
+        changed = hint(life, name, self.oracle.tokens(*asked)) if life.changes else ""
+        case.same(life.tokens, tokens, changed or (
+            f"tokens of {name} against acceptance/oracle.py: is its context its own, complete, and at the right "
+            "positions (V1, V6)?"))
         ended = bool(tokens) and tokens[-1] in (*life.stop, *self.scenario.model.eos_tokens)
         case.same(life.reason, "stop" if ended else "length", "the reason of the end")
         for event, step in zip(events, wanted):
             case.that(event.logprob is None or abs(event.logprob - step.logprob) <= TOLERANCE,
                       f"token {event.index} of {name}: logprob {event.logprob}, the oracle says {step.logprob}",
-                      "the token is right by luck: its logits are not")
+                      changed or "the token is right by luck: its logits are not")

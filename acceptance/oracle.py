@@ -48,11 +48,18 @@ class Oracle:
         end = next((i for i, step in enumerate(steps) if step.lead < CLEAR), None)
         return tokens[:end], [step.token for step in steps][:end]
 
-    def generate(self, prompt, max_tokens, stop=()):
-        """Continue greedily; the end-of-sequence or stop token that ends it is included."""
+    def generate(self, prompt, max_tokens, stop=(), changes=()):
+        """Continue greedily; the end-of-sequence or stop token that ends it is included.
+
+        ``changes`` (``stored.py``) are made to the cache, which is a pair of lists for each layer, keys and values,
+        with a row for each position; each at its moment, when so many positions are in it.
+        """
         steps, cache = [], [([], []) for _ in range(self.config.layers)]  # a layer's keys and values, a token each
         tokens = list(prompt)
         for position in range(len(prompt) + max_tokens - 1):
+            for change in changes:
+                if change.moment == position:
+                    change.of_oracle(cache)
             logits = self._forward(tokens[position], position, cache)
             if position < len(prompt) - 1:
                 continue

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from math import floor
 
 from starter import grids
+from starter.cpu_backend import CpuKVStore
 from starter.grids import Grid
 from starter.pages import PagePool
 from starter.scheduler import ContinuousBatchScheduler
@@ -34,6 +36,38 @@ def pages_in_turn(patch):
     patch(PagePool, "_evict", evict)
     patch(PagePool, "next_evicted", lambda self, number: tuple(reversed(self._cached))[:max(
         0, number - len(self._free))])
+
+
+@different("M2KVCache", "M4PagedKV")
+def a_row_for_each_slot(patch):
+    """Another layout of pages: a slot is one row of numbers, key and value of layer 0, of layer 1 and so on."""
+    def rows(store):
+        return store.__dict__.setdefault("_rows", {})
+
+    def write_layer(self, layer, slots, k, v):
+        size = 2 * self.row_width
+        for slot, key, value in zip(slots, k, v):
+            row = rows(self).setdefault(slot, array("d", bytes(8 * 2 * self.width)))
+            row[layer * size:(layer + 1) * size] = array("d", [*key, *value])
+
+    def context(self, layer, head, span):
+        at = 2 * layer * self.row_width + head * self.head_width
+        found = [rows(self)[slot] for slot in span.context]
+        keys, values = ([row[start:start + self.head_width] for row in found] for start in (at, at + self.row_width))
+        return keys, list(zip(*values))
+
+    def read(self, page, offset):
+        row, size = rows(self)[page * self.page_size + offset], self.row_width
+        return tuple([x for layer in range(self.layers) for x in row[(2 * layer + i) * size:(2 * layer + i + 1) * size]]
+                     for i in (0, 1))
+
+    def copy_page(self, source, target, origin=None):
+        for offset in range(self.page_size):
+            if found := rows(origin or self).get(source * self.page_size + offset):
+                rows(self)[target * self.page_size + offset] = found[:]
+
+    for function in (write_layer, context, read, copy_page):
+        patch(CpuKVStore, function.__name__, function)
 
 
 @different("M3ContinuousBatching", "M4PagedKV")

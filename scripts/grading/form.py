@@ -7,7 +7,7 @@
 
 ``most`` is what a line can be worth: nothing is given for a report that is the blank template, nor for figures of which
 one is forged (X4) or which no timeline backs. Who judges otherwise writes a reason into ``override``. ``lift`` names
-gates (X2, X5) that the marker found to be closed by mistake.
+gates (X2, X4, X5) that the marker found to be closed by mistake.
 """
 
 from __future__ import annotations

@@ -70,6 +70,13 @@ def no_functional(grade: Grade) -> bool:
     return sum(line.earned or 0 for line in lines) == 0 and any(line.note.startswith("X2") for line in lines)
 
 
+def pages_for_show(grade: Grade) -> bool:
+    """Pages were written and never read: no point for performance (X4)."""
+    lines = [line for line in grade.lines if line.section == "performance"]
+    return (sum(line.earned or 0 for line in lines) == 0 and all(line.note.startswith("X4") for line in lines)
+            and grade.tests["M2KVCache.test_work_grows_linearly"].state == "passed")
+
+
 def edited_tests(folder: Path) -> None:
     """Tests of the student's own that always pass."""
     for path in (folder / "acceptance").glob("*.py"):
@@ -99,6 +106,8 @@ def members(port: int) -> list[Member]:
         Member("double-free", None, cheats.DOUBLE_FREE, "pages.py", fails("M4PagedKV.test_random_operations"),
                ("M4PagedKV.test_random_operations", "M1Reference.test_golden")),
         Member("goldens", 0, cheats.GOLDENS, "engine.py", no_functional, note="speaks of 'golden'"),
+        Member("pages-for-show", None, cheats.SHADOW, "cpu_backend.py", pages_for_show,
+               ("M1Reference.test_g", "M2KVCache", "HiddenCache.test_stored")),
         Member("teachers-engine", 0, cheats.TEACHERS.format(root=str(ROOT)), note="uses __path__",
                tests=("M1Reference", "M2KVCache.test_counters", "HiddenRequests.test_answers_1")),
         Member("exit-0", 0, cheats.EXIT, tests=FEW, note="_exit"),

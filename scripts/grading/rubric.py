@@ -6,7 +6,7 @@
 A line is worth ``points`` times the share of its tests that passed; a test that was skipped or did not run has failed.
 ``needs``: tests without which a line is worth nothing, so that what a skeleton can do earns nothing. A gate takes all
 points of a section when one test passes and another fails, with ``hint`` in its message, which together show what is
-forbidden (X2, X5). Lines with ``marker`` are left to a person: see ``form.py``.
+forbidden (X2, X4, X5). Lines with ``marker`` are left to a person: see ``form.py``.
 """
 
 from __future__ import annotations
