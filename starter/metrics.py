@@ -8,7 +8,8 @@ recompute it: ``Metrics.of(read_timeline("run.jsonl")) == engine.metrics()``.
     E2E    from submit to the end, however it ended; queue time: from submit to the first admission
     batch utilization        scheduled tokens / budget, over the steps that scheduled anything
     active requests          requests with a chunk in a step
-    KV pages and bytes       pages in use, a shared page counted once; bytes = pages * bytes of a page
+    KV pages and bytes       pages in use, a shared page counted once; bytes = pages * bytes of a page (what int8 pages
+                             hold besides, while they are being filled, ``engine.kv.stats()`` tells)
     internal fragmentation   slots of used pages that hold no token, at the end of planning a step
     steps                    those completed: what an abandoned one was to compute is not in any of the above
     prefix cache             queries: prompt tokens that were looked up, at a first admission; hits: those found
