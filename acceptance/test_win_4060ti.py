@@ -125,7 +125,7 @@ class Run(unittest.TestCase):
         self.part("kernels")
 
     def test_engine(self):
-        """Both fixtures in float32, float16, int8 and int4, against the CPU oracle."""
+        """Both fixtures in float32, float16, int8 and int4, and on int8 pages, against the CPU oracle."""
         self.part("engine")
 
     def test_memory(self):

@@ -49,13 +49,17 @@ def compile_kernels(arch, block, folder):
     """PTX and cubin of all kernels in ``folder``, with kernels.json beside them; returns what that says."""
     import warp as wp
 
-    from starter import warp_kernels
-    wp.set_module_options({"block_dim": block}, module=warp_kernels)
+    from starter import warp_int8_kernels, warp_kernels
     folder.mkdir(parents=True, exist_ok=True)
-    ptx, cubin = (wp.compile_aot_module(warp_kernels, arch=arch, module_dir=folder, use_ptx=use_ptx)[0]
-                  for use_ptx in (True, False))
-    record = {"arch": f"sm_{arch}", "block": block, "warp": wp.config.version, "ptx_bytes": ptx.stat().st_size,
-              "cubin_bytes": cubin.stat().st_size, "kernels": usage(cubin.read_bytes())}
+    record = {"arch": f"sm_{arch}", "block": block, "warp": wp.config.version, "ptx_bytes": 0, "cubin_bytes": 0,
+              "kernels": []}
+    for module in (warp_kernels, warp_int8_kernels):
+        wp.set_module_options({"block_dim": block}, module=module)
+        ptx, cubin = (wp.compile_aot_module(module, arch=arch, module_dir=folder, use_ptx=use_ptx)[0]
+                      for use_ptx in (True, False))
+        record["ptx_bytes"] += ptx.stat().st_size
+        record["cubin_bytes"] += cubin.stat().st_size
+        record["kernels"] += usage(cubin.read_bytes())
     (folder / "kernels.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record
 

@@ -34,6 +34,8 @@ class KVStore(Protocol):
     """The numbers inside the pages. The page manager says which page; the store never asks whose it is.
 
     A token's key is ``width`` = layers * kv_heads * head_width numbers, layer after layer; its value likewise.
+
+    A store on a device may have ``reserve_tails(count)``, which is told for how many tails to take memory, or refuses.
     """
 
     width: int

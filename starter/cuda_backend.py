@@ -10,8 +10,9 @@ them: hidden states are arrays [T, columns] on the device, and never leave it. W
     device -> host    two numbers for each row whose next token is due: the likeliest token and its log-probability;
                       all logits of a row only where somebody samples from them
 
-Weights and pages are float32 or float16 (``dtype``), or packed int8 and int4 codes; sums are float32 always. In
-float16 pages a key or value beyond 65,504 becomes infinite, which ends its request ("the logits hold NaN or infinity").
+Weights and pages are float32 or float16 (``dtype``), or packed codes: int8 and int4 of weights, int8 of pages, whose
+floats are float32 whatever the dtype; sums are float32 always. In float16 pages a key or value beyond 65,504 becomes
+infinite, which ends its request ("the logits hold NaN or infinity").
 A row's sums are those of its own numbers, but another kernel forms them when it is alone than when it is one of
 several, so "batch equals solo" means equal greedy tokens here, not equal bits.
 
@@ -31,6 +32,8 @@ from . import warp_kernels as kernels
 from .backend import KVBounds
 from .batch import Batch
 from .cuda_device import NUMBERS, Array, Device
+from .cuda_int8_pages import CudaInt8KVStore
+from .cuda_int8_pages import page_bytes as int8_page_bytes
 from .cuda_matrices import CodeMatrix, FloatMatrix, bytes_of
 from .cuda_pages import CudaKVStore, page_bytes
 from .errors import BackendError
@@ -40,6 +43,7 @@ from .schema import ModelConfig, QuantizationConfig
 from .weights import StoredWeights, Tensor
 
 Matrix = Union[FloatMatrix, CodeMatrix]
+Store = Union[CudaKVStore, CudaInt8KVStore]
 
 
 class CudaBackend:
@@ -88,21 +92,22 @@ class CudaBackend:
         return 0
 
     def kv_store(self, model: ModelConfig, num_pages: int, page_size: int, bounds: Sequence[KVBounds] = (),
-                 kv_quantization: str | None = None) -> CudaKVStore:
-        if kv_quantization is not None:
-            raise BackendError(f"backend 'cuda' has no {kv_quantization} pages, only float32 and float16 (dtype); take "
-                               f"kv_quantization=None, or backend 'numpy' or 'cpu'")
-        pages = num_pages * page_bytes(model.layers * model.kv_width, page_size, self.dtype)
-        rows = min(self.planned_rows, num_pages * page_size)
-        self.memory.plan({"K/V pages": pages, "scratch": rows * scratch_bytes(model)})
-        return CudaKVStore(self.device, model.layers, model.kv_heads, model.head_width, num_pages, page_size,
-                           self.dtype)
+                 kv_quantization: str | None = None) -> Store:
+        page = page_bytes(model.layers * model.kv_width, page_size, self.dtype) if kv_quantization is None else (
+            int8_page_bytes(model.layers, model.kv_heads, model.head_width, page_size))
+        scratch = min(self.planned_rows, num_pages * page_size) * scratch_bytes(model)
+        self.memory.plan({"K/V pages": num_pages * page, "scratch": scratch})
+        return self._store(self.device, model, num_pages, page_size, kv_quantization, scratch)
 
     def host_kv_store(self, model: ModelConfig, num_pages: int, page_size: int, bounds: Sequence[KVBounds] = (),
-                      kv_quantization: str | None = None) -> CudaKVStore:
+                      kv_quantization: str | None = None) -> Store:
         """For pages that are swapped out: in the computer's own memory, of which the device's account knows nothing."""
-        return CudaKVStore(Device("cpu"), model.layers, model.kv_heads, model.head_width, num_pages, page_size,
-                           self.dtype)
+        return self._store(Device("cpu"), model, num_pages, page_size, kv_quantization)
+
+    def _store(self, device: Device, model: ModelConfig, num_pages: int, page_size: int,
+               kv_quantization: str | None, scratch: int = 0) -> Store:
+        shape = model.layers, model.kv_heads, model.head_width, num_pages, page_size
+        return CudaInt8KVStore(device, *shape, scratch) if kv_quantization else CudaKVStore(device, *shape, self.dtype)
 
     # --------------------------------------------------------------------------------------- operations
 
@@ -142,14 +147,8 @@ class CudaBackend:
             self._turned = list(positions), frequencies, turns
         return turns
 
-    def attend(self, q: Array, k: Array, v: Array, layer: int, store: CudaKVStore, batch: Batch) -> Array:
-        write, attend = (kernels.forms[kernel, store.dtype] for kernel in (kernels.write_pages, kernels.attend))
-        pages, out = store.pages_of(batch, layer), self.device.empty(q.shape)
-        self.device.threads(write, k.shape, pages, k, v, store.keys, store.values)
-        heads, group = q.shape[1] // store.head_width, q.shape[1] // store.kv_width
-        self.device.blocks(attend, (q.shape[0], heads), pages, q, store.keys, store.values, store.head_width, group,
-                           out)
-        return out
+    def attend(self, q: Array, k: Array, v: Array, layer: int, store: Store, batch: Batch) -> Array:
+        return store.attend(q, k, v, layer, batch)
 
     def swiglu(self, gate: Array, up: Array) -> Array:
         return self._each(kernels.swiglu, gate, up)

@@ -1,4 +1,5 @@
-"""Optional · The KV pages on a device, and what goes down to it once a step: one array of integers.
+"""Optional · The KV pages on a device, and what goes down to it once a step: one array of integers. (Pages of 8-bit
+integers are in ``cuda_int8_pages.py``.)
 
 The page manager decides on the host which request has which pages. All that a kernel needs of that for a step are the
 block tables and, for each row of the batch, whose it is and where in the request it stands:
@@ -41,10 +42,19 @@ class CudaKVStore:
         self.keys, self.values = (device.empty((rows, self.kv_width), self.dtype) for _ in range(2))
         self._sent: tuple[Batch | None, Any] = None, None
 
-    def pages_of(self, batch: Batch, layer: int) -> Any:
+    def attend(self, q: Array, k: Array, v: Array, layer: int, batch: Batch) -> Array:
+        """``backend.Backend.attend`` over these pages."""
+        write, attend = (kernels.forms[kernel, self.dtype] for kernel in (kernels.write_pages, kernels.attend))
+        pages, out = self._pages_of(batch, layer), self.device.empty(q.shape)
+        self.device.threads(write, k.shape, pages, k, v, self.keys, self.values)
+        grid, group = (q.shape[0], q.shape[1] // self.head_width), q.shape[1] // self.kv_width
+        self.device.blocks(attend, grid, pages, q, self.keys, self.values, self.head_width, group, out)
+        return out
+
+    def _pages_of(self, batch: Batch, layer: int) -> Any:
         """The step's block tables on the device, for a layer. The last batch's are kept, for the layers to come."""
         if self._sent[0] is not batch:
-            self._sent = batch, _send(batch, self.device, self.layers)
+            self._sent = batch, send(batch, self.device, self.layers)[0]
         pages = self._sent[1]
         pages.layer = layer
         return pages
@@ -83,14 +93,14 @@ def page_bytes(width: int, page_size: int, dtype: str) -> int:
     return 2 * int(wp.types.type_size_in_bytes(NUMBERS[dtype])) * page_size * width
 
 
-def _send(batch: Batch, device: Device, layers: int) -> Any:
-    """The batch's spans, positions and block tables, in one copy to the device."""
+def send(batch: Batch, device: Device, layers: int, besides: Sequence[int] = ()) -> tuple[Any, Array]:
+    """The batch's spans, positions and block tables, in one copy to the device; and what else was to go with them."""
     rows, most = len(batch.tokens), max(len(span.pages) for span in batch.spans)
     spans = [number for number, span in enumerate(batch.spans) for _ in range(span.count)]
     tables = [page for span in batch.spans for page in (*span.pages, *[span.pages[0]] * (most - len(span.pages)))]
-    sent: Array = device.put([*spans, *batch.positions, *tables], wp.int32)
-    pages = kernels.Pages()
+    sent: Array = device.put([*spans, *batch.positions, *tables, *besides], wp.int32)
+    pages, end = kernels.Pages(), 2 * rows + len(tables)
     pages.spans, pages.positions = sent[:rows], sent[rows:2 * rows]
-    pages.tables = sent[2 * rows:].reshape((len(batch.spans), most))
+    pages.tables = sent[2 * rows:end].reshape((len(batch.spans), most))
     pages.page_size, pages.layers = batch.page_size, layers
-    return pages
+    return pages, sent[end:] if besides else None

@@ -325,10 +325,6 @@ class RefusedTest(unittest.TestCase):
             with self.subTest(options=options), self.assertRaisesRegex(BackendError, problem):
                 load_backend("cuda", **{"device": "cpu", **options})
 
-    def test_int8_pages(self) -> None:
-        with self.assertRaisesRegex(BackendError, "backend 'cuda' has no int8 pages"):
-            served(cuda(), kv_quantization="int8")
-
     def test_scales_of_64_bits_and_weights_beyond_half_precision(self) -> None:
         huge = quantize([[1e300, -1e300]], QuantizationConfig(8))
         tensor = Tensor((1, 2), array("f", [1.0, 1e6]))
@@ -350,15 +346,15 @@ class CompileTest(unittest.TestCase):
         import warp as wp
 
         from scripts import compile_kernels
-        from starter import warp_kernels
+        from starter import warp_int8_kernels, warp_kernels
         with tempfile.TemporaryDirectory() as folder:
             run = run_main(compile_kernels.main, "--out", folder)
             record = json.loads((Path(folder) / "kernels.json").read_text(encoding="utf-8"))
-            ptx = next(Path(folder).glob("*.ptx")).read_text(encoding="utf-8")
-        self.assertEqual(run.code, 0)
-        self.assertIn(".target sm_89", ptx)
+            compiled_to = [path.read_text(encoding="utf-8") for path in Path(folder).glob("*.ptx")]
+        self.assertEqual((run.code, [".target sm_89" in ptx for ptx in compiled_to]), (0, [True, True]))
         compiled = {kernel["name"].rpartition("_")[0]: kernel for kernel in record["kernels"]}
-        kernels = {name for name, made in vars(warp_kernels).items() if isinstance(made, wp.Kernel)}
+        kernels = {name for module in (warp_kernels, warp_int8_kernels) for name, made in vars(module).items()
+                   if isinstance(made, wp.Kernel)}
         self.assertEqual({*compiled}, kernels)
         for name, kernel in compiled.items():
             with self.subTest(kernel=name):

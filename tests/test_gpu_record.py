@@ -282,10 +282,10 @@ class RehearsalTest(unittest.TestCase):
         import warp as wp
 
         from scripts.gpu.job import Effort
-        from starter import warp_kernels
+        from starter import warp_int8_kernels, warp_kernels
         module = load_acceptance()
         effort = Effort(blocks=(1,), small=True, equal_runs=3, repeats=2, warm_up=1, poems=1, oracle_poems=1,
-                        batches=(2,), forms=("float32", "int4 and float16 pages"))
+                        batches=(2,), forms=("float32", "int4 and float16 pages", "int8 pages"))
         with (tempfile.TemporaryDirectory() as name, mock.patch.object(module.Run, "effort", effort),
               mock.patch.dict(os.environ, {"P07_GPU": "cpu", "P07_RECORD": name}),
               contextlib.redirect_stderr(io.StringIO())):
@@ -296,11 +296,14 @@ class RehearsalTest(unittest.TestCase):
         self.assertEqual((result.failures, result.errors, result.skipped, result.testsRun), ([], [], [], 6))
         records.SHAPE.parse(record, "")
         self.assertEqual((record["kind"], record["card"], record["errors"]), ("rehearsal on CPU, no GPU", None, []))
-        kernels = {name for name, made in vars(warp_kernels).items() if isinstance(made, wp.Kernel)}
+        kernels = {name for module in (warp_kernels, warp_int8_kernels) for name, made in vars(module).items()
+                   if isinstance(made, wp.Kernel)}
         self.assertEqual({row["kernel"] for row in record["kernels"]}, kernels | {"copy"})
         self.assertLess({*record["kernel_checks"]["cases"]}, kernels)
         self.assertEqual({(row["fixture"], row["form"]) for row in record["engine"]}, {
             (fixture, form) for fixture in ("tiny_model", "quatrains") for form in effort.forms})
+        self.assertEqual({row["form"] for row in record["engine"] if row["kv_peak_tail_bytes"]}, {"int8 pages"})
+        self.assertIn("attend_int8", record["kernel_checks"]["cases"])
         self.assertEqual({row["backend"] for row in record["speed"]}, {"cuda", "numpy", "cpu"})
         memory = record["out_of_memory"]
         self.assertEqual((memory["in_the_runs"], memory["injected"]["ended"], memory["real"]["given"]),
@@ -375,8 +378,8 @@ class FoundTest(unittest.TestCase):
     def test_golden_tokens_distances_and_memory(self) -> None:
         from scripts.gpu import engines
         row = {"fixture": "f", "form": "float32", "requests": 2, "errors": ["out of memory: 5 bytes"], "golden": 2,
-               "as_golden": 1, "as_numpy": 2, "kv_peak_pages": 1, "kv_peak_bytes": 1, "planned_bytes": 1,
-               "peak_bytes": 2, "driver_peak_bytes": None,
+               "as_golden": 1, "as_numpy": 2, "kv_peak_pages": 1, "kv_peak_bytes": 1, "kv_peak_tail_bytes": 0,
+               "planned_bytes": 1, "peak_bytes": 2, "driver_peak_bytes": None,
                "logits": {"largest": float("nan"), "rms": 0.0, "compared": 1}, "loss": 4.0, "loss_of_backend_cpu": 4.1}
         problems = self.problems("engine", mock.patch.object(engines, "run_forms", return_value=[row]))
         records.SHAPE.parse(self.job.record, "")  # NaN is null there

@@ -520,10 +520,10 @@ class EngineTest(EngineCase):
         self.assertEqual((engine.kv.free_pages, engine.kv.store.tails), (8, {}))  # type: ignore[attr-defined]
 
     def test_a_budget_in_bytes_pays_for_tails(self) -> None:
-        """One for each running request and one for each page that a step's prefill can fill."""
+        """One for each running request and one for each page that a step can begin besides: six."""
         page, tail = 8 * (2 * 4 + 8) + 4 * 4 * 4, 4 * 4 * 8  # keys and values of 4 tokens: 2 layers, 2 heads of 2
-        for budget, pages in ((page + tail, 1), (2 * (page + tail) - 1, 1), (5 * (page + tail), 5),
-                              (5 * (page + tail) + 5 * page, 10), (5 * (page + tail) + 5 * page - 1, 9)):
+        for budget, pages in ((page + tail, 1), (2 * (page + tail) - 1, 1), (6 * (page + tail), 6),
+                              (6 * (page + tail) + 4 * page, 10), (6 * (page + tail) + 4 * page - 1, 9)):
             with self.subTest(budget=budget):
                 engine = make_engine(page_size=4, max_running=3, budget_tokens=8, kv_budget_bytes=budget, **INT8)
                 self.assertEqual(engine.kv.total_pages, pages)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import unittest
 from dataclasses import replace
+from itertools import product
+from unittest import mock
 
 from starter.errors import CapacityError
-from starter.page_budget import make_cache, pages_within
+from starter.int8_pages import Int8KVStore
+from starter.page_budget import make_cache, most_tails, pages_within
 from starter.schema import EngineSettings
 from tests.support import HEALTHY
 
@@ -23,13 +26,32 @@ class PageBudgetTest(unittest.TestCase):
             pages_within(PAGE - 1, MODEL, SETTINGS)
 
     def test_int8_pages_and_every_tail_there_can_be_stay_within(self) -> None:
-        """Three requests run, and eight tokens of prefill fill two pages more: five tails, or one a page."""
+        """Three requests run, and each of them can begin a page more in a step: six tails, or one a page."""
         int8 = replace(SETTINGS, kv_quantization="int8")
         page = MODEL.new_store(1, 4, "int8")
         for budget in range(page.page_bytes + page.tail_bytes, 20 * page.page_bytes, 37):
             pages = pages_within(budget, MODEL, int8)
-            self.assertLessEqual(pages * page.page_bytes + min(5, pages) * page.tail_bytes, budget)
-            self.assertGreater((pages + 1) * page.page_bytes + min(5, pages + 1) * page.tail_bytes, budget)
+            self.assertLessEqual(pages * page.page_bytes + min(6, pages) * page.tail_bytes, budget)
+            self.assertGreater((pages + 1) * page.page_bytes + min(6, pages + 1) * page.tail_bytes, budget)
+
+    def test_no_step_needs_more_tails(self) -> None:
+        """Every way to share a budget among running requests, each anywhere in its page."""
+        for running, budget, size in product(range(1, 4), range(1, 8), range(1, 5)):
+            tails = [(0, 0 if size == 1 else 1)]  # (tokens, tails) of a request: with none, its page is being filled
+            tails += [(count, -(-(size - 1 + count) // size)) for count in range(1, budget + 1)]  # the last slot first
+            needed = max(sum(tail for _, tail in some) for some in product(tails, repeat=running)
+                         if sum(count for count, _ in some) <= budget)
+            settings = EngineSettings(page_size=size, max_running=running, budget_tokens=budget)
+            self.assertGreaterEqual(most_tails(settings), needed)
+            self.assertLessEqual(most_tails(settings), needed + (running if size == 1 else 0))
+
+    def test_a_store_that_reserves_is_told_how_many_tails_there_can_be(self) -> None:
+        """Six as above, or one a page; not the host's store, which no step fills."""
+        for num_pages, tails in ((9, 6), (3, 3)):
+            settings = replace(SETTINGS, kv_quantization="int8", num_pages=num_pages, preemption="swap")
+            with mock.patch.object(Int8KVStore, "reserve_tails", create=True) as reserve:
+                make_cache(MODEL, settings, lambda change, request_id, numbers: None)
+            reserve.assert_called_once_with(tails)
 
     def test_the_pool(self) -> None:
         """Host pages only for preemption by swap; bytes go before a number of pages."""

@@ -36,7 +36,8 @@ SIGNATURES = {
 }
 # Modules that need a package
 OPTIONAL = {"numpy_attention", "numpy_backend", "numpy_blocks", "numpy_int8_pages", "numpy_matrices",
-            "cuda_backend", "cuda_device", "cuda_matrices", "cuda_pages", "warp_kernels"}
+            "cuda_backend", "cuda_device", "cuda_int8_pages", "cuda_matrices", "cuda_pages", "warp_int8_kernels",
+            "warp_kernels"}
 IMPORT = """
 import sys
 sys.modules["numpy"] = None  # importing it is an ImportError

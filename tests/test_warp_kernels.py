@@ -22,8 +22,7 @@ LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, 100, 1000)
 WIDTHS = (1, 2, 7, 33, 129, 300)  # of a row: less than a block, one more than a block, odd
 
 
-@needs("cuda", "warp")
-class KernelTest(unittest.TestCase):
+class KernelCase(unittest.TestCase):
     """``out`` is always part of a larger array, whose rest must stay as it was; every element of it must be written."""
 
     blocks: tuple[int, ...] = (1, 32, 128)
@@ -63,6 +62,34 @@ class KernelTest(unittest.TestCase):
         error = abs(got[1:-1, 1:-1].astype(self.np.float64) - wanted).max() / max(1.0, abs(wanted).max())
         self.assertLess(error, tolerance, where)
 
+    def pages(self, device: Any, tables: Any, spans: list[int], positions: list[int], page_size: int) -> Any:
+        pages = self.kernels.Pages()
+        pages.tables, pages.spans, pages.positions = (device.put(numbers, self.wp.int32)
+                                                      for numbers in (tables, spans, positions))
+        pages.page_size, pages.layers, pages.layer = page_size, 2, 1
+        return pages
+
+    def slots(self, table: Any, length: int, page_size: int) -> Any:
+        """Where layer 1 of 2 has the positions 0 .. length - 1."""
+        positions = self.np.arange(length)
+        return (table[positions // page_size] * 2 + 1) * page_size + positions % page_size
+
+    def attention(self, q: Any, keys: Any, values: Any, width: int) -> Any:
+        """softmax(q . k / sqrt(d)) . v in float64: q [t, H * d], keys and values [n, K * d]."""
+        np = self.np
+        heads, kv_heads = q.shape[1] // width, keys.shape[1] // width
+        mixed = []
+        for head in range(heads):
+            shared = head * kv_heads // heads
+            k, v = (x.astype(float)[:, shared * width:(shared + 1) * width] for x in (keys, values))
+            scores = q.astype(float)[:, head * width:(head + 1) * width] @ k.T / np.sqrt(width)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            mixed.append(weights @ v / weights.sum(axis=1, keepdims=True))
+        return np.concatenate(mixed, axis=1)
+
+
+@needs("cuda", "warp")
+class KernelTest(KernelCase):
     # ----------------------------------------------------------------------------------- one number a thread
 
     def test_element_by_element(self) -> None:
@@ -188,18 +215,6 @@ class KernelTest(unittest.TestCase):
 
     # ----------------------------------------------------------------------------------- pages
 
-    def pages(self, device: Any, tables: Any, spans: list[int], positions: list[int], page_size: int) -> Any:
-        pages = self.kernels.Pages()
-        pages.tables, pages.spans, pages.positions = (device.put(numbers, self.wp.int32)
-                                                      for numbers in (tables, spans, positions))
-        pages.page_size, pages.layers, pages.layer = page_size, 2, 1
-        return pages
-
-    def slots(self, table: Any, length: int, page_size: int) -> Any:
-        """Where layer 1 of 2 has the positions 0 .. length - 1."""
-        positions = self.np.arange(length)
-        return (table[positions // page_size] * 2 + 1) * page_size + positions % page_size
-
     def test_writing_to_pages(self) -> None:
         tables = self.rng.permutation(8).reshape(2, 4)
         spans, positions = [0, 1, 1, 1], [9, 2, 3, 4]
@@ -255,29 +270,18 @@ class KernelTest(unittest.TestCase):
             self.assertLess(abs(out.numpy()[0] - wanted[0]).max(), 1e-6)
             self.assertTrue(np.isnan(out.numpy()[1:]).all())
 
-    def attention(self, q: Any, keys: Any, values: Any, width: int) -> Any:
-        """softmax(q . k / sqrt(d)) . v in float64: q [t, H * d], keys and values [n, K * d]."""
-        np = self.np
-        heads, kv_heads = q.shape[1] // width, keys.shape[1] // width
-        mixed = []
-        for head in range(heads):
-            shared = head * kv_heads // heads
-            k, v = (x.astype(float)[:, shared * width:(shared + 1) * width] for x in (keys, values))
-            scores = q.astype(float)[:, head * width:(head + 1) * width] @ k.T / np.sqrt(width)
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            mixed.append(weights @ v / weights.sum(axis=1, keepdims=True))
-        return np.concatenate(mixed, axis=1)
-
 
 CHECKED = """
 import sys, unittest
 import warp as wp
 wp.config.mode = "debug"  # every index is compared with the array's shape
+from tests.test_warp_int8_kernels import Int8KernelTest
 from tests.test_warp_kernels import KernelTest
-KernelTest.blocks = (32,)
+KernelTest.blocks = Int8KernelTest.blocks = (32,)
 """
 ALL = CHECKED + """
-result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(KernelTest))
+load = unittest.defaultTestLoader.loadTestsFromTestCase
+result = unittest.TextTestRunner().run(unittest.TestSuite([load(KernelTest), load(Int8KernelTest)]))
 sys.exit(not result.wasSuccessful())
 """
 BEYOND = CHECKED + """
@@ -295,7 +299,8 @@ class BoundsTest(unittest.TestCase):
                               env={**os.environ, "PYTHONPATH": str(ROOT)})
 
     def test_no_kernel_looks_beyond_an_array(self) -> None:
-        """All of the above once more, in Warp's checking mode; in a process of its own, which a fault would end."""
+        """All of the above and of int8 pages once more, in Warp's checking mode; in a process of its own, which a fault
+        would end."""
         done = self.run_checked(ALL)
         self.assertEqual(done.returncode, 0, done.stderr)
 

@@ -109,24 +109,30 @@ class Job:
     # ------------------------------------------------------------------------------------------------- parts
 
     def kernel_checks(self) -> Iterator[str]:
-        """The kernels' own tests (tests/test_warp_kernels.py) on this device: lengths, odd widths, permuted pages."""
+        """The kernels' own tests (tests/test_warp_kernels.py, tests/test_warp_int8_kernels.py) on this device: lengths,
+        odd widths, permuted pages."""
         from starter.cuda_device import Device
+        from tests.test_warp_int8_kernels import Int8KernelTest
         from tests.test_warp_kernels import KernelTest
         cases: Counter[str] = Counter()
         name, blocks = self.device_name, self.effort.blocks
 
-        class OnDevice(KernelTest):
-            @classmethod
-            def setUpClass(cls) -> None:
-                super().setUpClass()
-                cls.devices = [Device(name, block) for block in blocks]
+        def on_device(case: Any) -> Any:
+            class OnDevice(case):
+                @classmethod
+                def setUpClass(cls) -> None:
+                    super().setUpClass()
+                    cls.devices = [Device(name, block) for block in blocks]
 
-            def check(self, device: Any, launch: str, kernel: Any, grid: Any, arguments: Any, wanted: Any,
-                      tolerance: float = TOLERANCE) -> None:
-                super().check(device, launch, kernel, grid, arguments, wanted, tolerance)
-                cases[kernel.key.rpartition(".")[2]] += 1
+                def check(self, device: Any, launch: str, kernel: Any, grid: Any, arguments: Any, wanted: Any,
+                          tolerance: float = TOLERANCE) -> None:
+                    super().check(device, launch, kernel, grid, arguments, wanted, tolerance)
+                    cases[kernel.key.rpartition(".")[2]] += 1
 
-        suite = unittest.defaultTestLoader.loadTestsFromTestCase(OnDevice)
+            return OnDevice
+
+        suite = unittest.TestSuite(unittest.defaultTestLoader.loadTestsFromTestCase(on_device(case))
+                                   for case in (KernelTest, Int8KernelTest))
         result = unittest.TextTestRunner(stream=io.StringIO()).run(suite)
         self.record["kernel_checks"] = {"blocks": list(blocks), "tests": result.testsRun, "cases": dict(cases),
                                         "tolerance": TOLERANCE}
@@ -135,24 +141,24 @@ class Job:
 
     def kernels(self) -> Iterator[str]:
         """Each kernel at size: the right numbers, the same bits every time, and how fast."""
-        from scripts.gpu import workloads
+        from scripts.gpu import workload, workloads
         from scripts.gpu.timing import kernel_times, times_of
         from starter.cuda_device import Device
         device, effort = Device(self.device_name), self.effort
-        for work in workloads.workloads(device, workloads.SMALL if effort.small else workloads.Size()):
+        for work in workloads.workloads(device, workload.SMALL if effort.small else workload.Size()):
             error, first = work.error(), work.bits()
             equal = all(work.bits() == first for _ in range(effort.equal_runs - 1))
             times = kernel_times(device, work.launch, effort.repeats, effort.warm_up)
             rate = work.nbytes / times["median_s"]
             self.record["kernels"].append({
                 "kernel": work.kernel, "case": work.case, "error": records.finite(error),
-                "tolerance": workloads.TOLERANCE,
+                "tolerance": workload.TOLERANCE,
                 "runs": effort.equal_runs, "runs_equal": equal, "time": times, "bytes": work.nbytes,
                 "operations": work.operations, "bytes_per_s": rate,
                 "of_bandwidth": rate / self.card.bandwidth if self.card and self.card.bandwidth else None,
                 "numpy": times_of(work.numpy, min(NUMPY_REPEATS, effort.repeats), 1) if work.numpy else None})
-            if not error <= workloads.TOLERANCE:  # NaN is no number to be content with
-                yield f"{work.kernel}, {work.case}: {error:.1e} off; at most {workloads.TOLERANCE} is allowed"
+            if not error <= workload.TOLERANCE:  # NaN is no number to be content with
+                yield f"{work.kernel}, {work.case}: {error:.1e} off; at most {workload.TOLERANCE} is allowed"
             if not equal:
                 yield f"{work.kernel}, {work.case}: not the same bits in {effort.equal_runs} runs"
 
@@ -201,17 +207,17 @@ class Job:
         name, forms = f"{parameters(drawn):,} drawn parameters", self._forms()
         for form in forms:
             backend = self._backend(dtype=form.dtype)
-            self._measure("quatrains", form.name, load_scenario_model(scenario, backend, form.quantization))
-            self._measure(name, form.name, drawn_model(drawn, backend, form.quantization))
+            self._measure("quatrains", form.name, load_scenario_model(scenario, backend, form.quantization), form.pages)
+            self._measure(name, form.name, drawn_model(drawn, backend, form.quantization), form.pages)
         for backend in (load_backend("numpy"), load_backend("cpu")):
-            for quantization in dict.fromkeys(form.quantization for form in forms):
+            for quantization, pages in dict.fromkeys((form.quantization, form.pages) for form in forms):
                 loaded = load_scenario_model(scenario, backend, quantization)
-                self._measure("quatrains", quantization or "float", loaded)
-        self._measure(name, "float", drawn_model(drawn, load_backend("numpy"), None))
+                self._measure("quatrains", (quantization or "float") + " and int8 pages" * bool(pages), loaded, pages)
+        self._measure(name, "float", drawn_model(drawn, load_backend("numpy"), None), None)
         return iter(())
 
-    def _measure(self, model: str, form: str, loaded: Loaded) -> None:
+    def _measure(self, model: str, form: str, loaded: Loaded, pages: str | None) -> None:
         from scripts.gpu.engines import speeds
         prompt = min(PROMPT, loaded.model.config.max_context // 3)
-        for row in speeds(loaded, self.effort.batches, prompt, self.effort.repeats, self.effort.warm_up):
+        for row in speeds(loaded, pages, self.effort.batches, prompt, self.effort.repeats, self.effort.warm_up):
             self.record["speed"].append({"model": model, "backend": loaded.model.backend.name, "form": form, **row})

@@ -211,5 +211,5 @@ def digest(paths: Sequence[Path]) -> str:
 def code() -> dict[str, str | None]:
     """Which code ran: the commit, and hashes that tell whether files differ from it."""
     starter = ROOT / "starter"
-    return {"commit": commit(), "kernels_sha256": digest([starter / "warp_kernels.py"]),
+    return {"commit": commit(), "kernels_sha256": digest(sorted(starter.glob("warp_*.py"))),
             "engine_sha256": digest(sorted(starter.glob("*.py")))}

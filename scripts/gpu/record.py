@@ -59,7 +59,8 @@ SHAPE = Fields(
         bytes=COUNT, operations=COUNT, bytes_per_s=AMOUNT, of_bandwidth=MAYBE_AMOUNT, numpy=Nullable(Fields(**TIME)))),
     engine=ListOf(Fields(
         fixture=WORDS, form=WORDS, requests=COUNT, errors=ListOf(Text()), golden=COUNT, as_golden=COUNT, as_numpy=COUNT,
-        kv_peak_pages=COUNT, kv_peak_bytes=COUNT, planned_bytes=COUNT, peak_bytes=COUNT, driver_peak_bytes=MAYBE_COUNT,
+        kv_peak_pages=COUNT, kv_peak_bytes=COUNT, kv_peak_tail_bytes=COUNT, planned_bytes=COUNT, peak_bytes=COUNT,
+        driver_peak_bytes=MAYBE_COUNT,
         logits=Nullable(Fields(largest=MAYBE_AMOUNT, rms=MAYBE_AMOUNT, compared=COUNT)), loss=MAYBE_AMOUNT,
         loss_of_backend_cpu=MAYBE_AMOUNT)),
     refused=Nullable(Fields(limit_bytes=COUNT, pages_error=MAYBE, served_after_pages=YES, request_error=MAYBE,

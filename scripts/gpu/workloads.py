@@ -1,83 +1,26 @@
-"""Every kernel at a size at which its speed can be seen: how to launch it, what must come out, what it must move.
+"""Every kernel at a size at which its speed can be seen.
 
     for work in workloads(device, Size()):
-        work.launch()
-        work.error()          largest distance from the formula in float64, over the largest number of the result
-        work.nbytes           bytes that must move: every input once, every number of the result once
-        work.numpy()          the same in NumPy on the processor, in float32: what the times stand beside
-
-``Size()`` is for a card: matrices and pages several times larger than its cache, so that they come from memory.
+        work.launch()         and what else a ``workload.Workload`` can do
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import warp as wp
 
+from scripts.gpu.page_workloads import float_pages, int8_pages
+from scripts.gpu.workload import Size, Workload, draw
 from starter import warp_kernels as kernels
 from starter.cuda_device import NUMBERS, Device
 from starter.cuda_matrices import CodeMatrix
 from starter.quantization import QuantizedTensor
 
-TOLERANCE = 2e-5  # of the largest number: sums of thousands of products in float32
 GROUP = 32
-
-
-@dataclass(frozen=True)
-class Size:
-    """[rows, columns] of a matrix, tokens of a step, rows of a decode batch, their contexts, and a request's heads."""
-
-    rows: int = 16_384
-    columns: int = 8_192
-    tokens: int = 4_096
-    batch: int = 64
-    vocabulary: int = 131_072
-    requests: int = 8
-    context: int = 4_096
-    chunk: int = 256
-    kv_heads: int = 8
-    group: int = 4
-    head_width: int = 128
-    page_size: int = 16
-
-
-SMALL = Size(rows=37, columns=161, tokens=19, batch=9, vocabulary=1_027, requests=3, context=101, chunk=17, kv_heads=2,
-             group=2, head_width=10)
-
-
-@dataclass
-class Workload:
-    """``fetch`` gives the result as an array; ``wanted`` the same in float64; ``reset`` undoes what a launch changed
-    of its own input."""
-
-    kernel: str
-    case: str
-    launch: Callable[[], None]
-    fetch: Callable[[], Any]
-    wanted: Callable[[], Any]
-    numpy: Callable[[], object] | None
-    nbytes: int
-    operations: int
-    reset: Callable[[], None] = lambda: None
-
-    def error(self) -> float:
-        """Of one launch."""
-        self.reset()
-        self.launch()
-        wanted, got = self.wanted(), self.fetch().astype(np.float64)
-        return float(abs(got - wanted).max() / max(1.0, abs(wanted).max()))
-
-    def bits(self) -> bytes:
-        """Of one launch."""
-        self.reset()
-        self.launch()
-        bits: bytes = self.fetch().tobytes()
-        return bits
 
 
 def workloads(device: Device, size: Size) -> Iterator[Workload]:
@@ -91,15 +34,12 @@ def workloads(device: Device, size: Size) -> Iterator[Workload]:
     for bits in (8, 4):
         yield from _codes(device, size, rng, bits)
     for dtype in NUMBERS:
-        yield from _pages(device, size, rng, dtype)
-
-
-def _draw(rng: Any, *shape: int) -> Any:
-    return rng.standard_normal(shape, dtype=np.float32)
+        yield from float_pages(device, size, rng, dtype)
+    yield from int8_pages(device, size, rng)
 
 
 def _element_by_element(device: Device, size: Size, rng: Any) -> Iterator[Workload]:
-    x, y, bias = _draw(rng, size.tokens, size.columns), _draw(rng, size.tokens, size.columns), _draw(rng, size.columns)
+    x, y, bias = draw(rng, size.tokens, size.columns), draw(rng, size.tokens, size.columns), draw(rng, size.columns)
     a, b, c, out = device.put(x), device.put(y), device.put(bias), device.empty(x.shape)
     case = f"{size.tokens} x {size.columns}"
     yield Workload("copy", case, lambda: wp.copy(out, a), out.numpy, lambda: x.astype(float), x.copy, 8 * x.size, 0)
@@ -123,7 +63,7 @@ def _turns(device: Device, size: Size, rng: Any) -> Iterator[Workload]:
                    lambda: device.threads(kernels.turns, angles.shape, sent, turning, turned), turned.numpy,
                    lambda: np.stack((np.cos(angles), np.sin(angles)), axis=2),
                    lambda: (np.cos(angles), np.sin(angles)), 4 * angles.size, 2 * angles.size)
-    x = _draw(rng, size.tokens, size.kv_heads * size.group * size.head_width)
+    x = draw(rng, size.tokens, size.kv_heads * size.group * size.head_width)
     a, out = device.put(x), device.empty(x.shape)
     turn = np.tile(np.exp(1j * angles), size.kv_heads * size.group)
     single = turn.astype(np.complex64)
@@ -138,7 +78,7 @@ def _turns(device: Device, size: Size, rng: Any) -> Iterator[Workload]:
 
 
 def _rows(device: Device, size: Size, rng: Any) -> Iterator[Workload]:
-    x, gain = _draw(rng, size.tokens, size.columns), _draw(rng, size.columns)
+    x, gain = draw(rng, size.tokens, size.columns), draw(rng, size.columns)
     a, b, out = device.put(x), device.put(gain), device.empty(x.shape)
 
     def norm(x: Any) -> Any:
@@ -147,7 +87,7 @@ def _rows(device: Device, size: Size, rng: Any) -> Iterator[Workload]:
     yield Workload("norm", f"{size.tokens} x {size.columns}",
                    lambda: device.blocks(kernels.norm, (size.tokens, 1), a, b, 1e-5, out), out.numpy,
                    lambda: norm(x.astype(float)), lambda: norm(x), 8 * x.size, 4 * x.size)
-    logits = 4 * _draw(rng, size.batch, size.vocabulary)
+    logits = 4 * draw(rng, size.batch, size.vocabulary)
     sent, best = device.put(logits), device.empty((size.batch,), wp.vec2d)
     first = logits.argmax(axis=1)
 
@@ -165,7 +105,7 @@ def _rows(device: Device, size: Size, rng: Any) -> Iterator[Workload]:
 
 
 def _floats(device: Device, size: Size, rng: Any, dtype: str) -> Iterator[Workload]:
-    weights = _draw(rng, size.rows, size.columns).astype(dtype)
+    weights = draw(rng, size.rows, size.columns).astype(dtype)
     matrix = device.put(weights, NUMBERS[dtype])
     rows = rng.integers(0, size.rows, size.batch).astype(np.int32)
     chosen, out = device.put(rows, wp.int32), device.empty((size.batch, size.columns))
@@ -213,7 +153,7 @@ def _products(device: Device, size: Size, rng: Any, form: str, both: tuple[Any, 
     """One row of x, and a batch of them. ``part(first, last)``: some rows of the matrix as floats."""
     whole = part(0, size.rows).astype(np.float32)
     for kernel, batch in zip(both, (1, size.batch)):
-        x, eights = _draw(rng, batch, size.columns), -(-batch // kernels.ROWS)
+        x, eights = draw(rng, batch, size.columns), -(-batch // kernels.ROWS)
         a, out = device.put(x), device.empty((batch, size.rows))
 
         def wanted(x: Any = x) -> Any:
@@ -230,69 +170,3 @@ def _products(device: Device, size: Size, rng: Any, form: str, both: tuple[Any, 
         yield Workload(kernel.key.rpartition(".")[2], f"{form}, {batch} x {size.columns} by {size.rows}", launch,
                        out.numpy, wanted, numpy, matrix_bytes + 4 * batch * (size.columns + size.rows),
                        2 * products + unpacking * (eights if batch > 1 else 1))
-
-
-def _pages(device: Device, size: Size, rng: Any, dtype: str) -> Iterator[Workload]:
-    """Writing a step's keys and values; attention of a decode batch, and of a chunk of one request's prompt."""
-    width, pages_each = size.kv_heads * size.head_width, -(-size.context // size.page_size)
-    tables = rng.permutation(size.requests * pages_each).reshape(size.requests, pages_each).astype(np.int32)
-    shape, itemsize = (tables.size * size.page_size, width), np.dtype(dtype).itemsize
-    keys, values = (_draw(rng, *shape).astype(dtype) for _ in range(2))
-    stored = [device.put(numbers, NUMBERS[dtype]) for numbers in (keys, values)]
-    ends = np.full(size.requests, size.context - 1)
-    everyone, chunk = np.arange(size.requests), np.arange(size.context - size.chunk, size.context)
-
-    k, v = _draw(rng, size.requests, width), _draw(rng, size.requests, width)
-    a, b = device.put(k), device.put(v)
-    targets = [device.put(np.zeros(shape, np.float32), NUMBERS[dtype]) for _ in range(2)]
-    slots = _slots(tables, everyone, ends, size.page_size)
-    last = _step(device, tables, everyone, ends, size.page_size)
-    yield Workload("write_pages", f"{dtype}, {size.requests} x {width}",
-                   lambda: device.threads(kernels.write_pages, k.shape, last, a, b, *targets),
-                   lambda: np.stack([target.numpy()[slots] for target in targets]),
-                   lambda: np.stack([k, v]).astype(dtype).astype(float), None, 2 * (4 + itemsize) * k.size, 0)
-    for name, spans, positions in (("decode", everyone, ends), ("chunk", np.zeros_like(chunk), chunk)):
-        q = _draw(rng, len(spans), width * size.group)
-        sent, out = device.put(q), device.empty(q.shape)
-        pages, heads = _step(device, tables, spans, positions, size.page_size), size.kv_heads * size.group
-        grid = len(q), heads
-
-        def launch(pages: Any = pages, sent: Any = sent, out: Any = out, grid: Any = grid) -> None:
-            device.blocks(kernels.attend, grid, pages, sent, *stored, size.head_width, size.group, out)
-
-        def attention(number: Any, q: Any = q, spans: Any = spans, positions: Any = positions) -> Any:
-            return np.concatenate([
-                _attend(q[spans == one].astype(number),
-                        *(numbers[_slots(tables, one, np.arange(size.context), size.page_size)].astype(number)
-                          for numbers in (keys, values)), positions[spans == one], size)
-                for one in np.unique(spans)])
-
-        seen, held = int((positions + 1).sum()), len(np.unique(spans)) * size.context
-        yield Workload("attend", f"{name}, {dtype}, {len(q)} x {heads} heads of {size.head_width}, "
-                                 f"{size.context} positions", launch, out.numpy, lambda f=attention: f(np.float64),
-                       lambda f=attention: f(np.float32), 2 * itemsize * width * held + 8 * q.size,
-                       4 * seen * q.shape[1])
-
-
-def _slots(tables: Any, spans: Any, positions: Any, page_size: int) -> Any:
-    return tables[spans, positions // page_size] * page_size + positions % page_size
-
-
-def _step(device: Device, tables: Any, spans: Any, positions: Any, page_size: int) -> Any:
-    pages = kernels.Pages()
-    pages.tables, pages.spans, pages.positions = (device.put(numbers, wp.int32)
-                                                  for numbers in (tables, spans, positions))
-    pages.page_size, pages.layers, pages.layer = page_size, 1, 0
-    return pages
-
-
-def _attend(q: Any, keys: Any, values: Any, positions: Any, size: Size) -> Any:
-    """Causal attention: q [t, heads * d] at these positions, keys and values [n, kv_heads * d]."""
-    d, mixed = size.head_width, []
-    for head in range(size.kv_heads * size.group):
-        shared = head // size.group * d
-        scores = q[:, head * d:(head + 1) * d] @ keys[:, shared:shared + d].T / np.sqrt(q.dtype.type(d))
-        scores[np.arange(len(keys)) > positions[:, None]] = -np.inf
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        mixed.append(weights @ values[:, shared:shared + d] / weights.sum(axis=1, keepdims=True))
-    return np.concatenate(mixed, axis=1)
