@@ -71,10 +71,10 @@ class Answers:
         """A new token goes into its stream; the sample ends here if it is its last."""
         ends = choice.token in sample_.stream.end_tokens
         event = sample_.add(choice, ends, self._recorder.steps - 1, self._recorder.clock())
-        if event.finish_reason and self._scheduler.is_running(sample_.id):  # at max_tokens it has ended by itself
-            self._scheduler.finish(sample_.id, event.finish_reason)
         self._recorder.token(sample_.id, event)
         if event.finish_reason:
+            if self._scheduler.is_running(sample_.id):  # at max_tokens it has ended by itself
+                self._scheduler.finish(sample_.id, event.finish_reason)
             self._forget(sample_)
 
     def end_all(self, stream: RequestStream, reason: str, error: str | None = None) -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from .lives import Life
 from .page_ledger import PageLedger
-from .policies import POLICIES
+from .policies import AGING, POLICIES
 from .schema import ENGINE_SHAPE, MODEL_SHAPE, EngineSettings, ModelConfig, Request
 from .timeline import Event
 
@@ -266,10 +266,11 @@ class Audit:
 
     def _check_fairness(self, plan: Event) -> None:
         budget, served = plan["budget"], {name for name, *_ in plan["chunks"]}
+        patience = 1 if self._policy.decode_first else AGING + 1
         waits_count = budget > 0 and not self._pages.held_outside
         for name, life in self._lives.items():
             if not life.running and waits_count:
-                life.wait(-(-self._max_running // budget))
+                life.wait(-(-self._max_running // budget) * patience)
                 self.longest_wait = max(self.longest_wait, (life.waited, life.bound))
                 if life.waited > life.bound:
                     self._wrong("V4", f"{name} has waited {life.waited} steps; at most {life.bound} are promised")

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
 from shutil import get_terminal_size
+from traceback import extract_tb
 from typing import NoReturn, TextIO
 
 from .errors import EngineError, SchemaError
@@ -86,7 +87,12 @@ def guarded(work: Callable[[], int]) -> int:
         return code
     except BrokenPipeError:
         return EXIT_OK
-    except (EngineError, OSError, MemoryError, NotImplementedError) as error:
+    except NotImplementedError as missing:
+        where = extract_tb(missing.__traceback__)[-1]
+        complain(f"error: {missing}" if str(missing) else
+                 f"error: {where.name} in {Path(where.filename).name}, line {where.lineno}, is still to be written")
+        return EXIT_BAD_INPUT
+    except (EngineError, OSError, MemoryError) as error:
         complain(f"error: {error}" if str(error) else "error: not enough memory; ask for fewer pages")
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:

@@ -23,14 +23,14 @@ Promises, each a property in tests/test_engine*.py and scripts/fuzz.py:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Condition, RLock, Thread
 from typing import get_args
 
 from . import __version__
-from .answers import Answers
+from .answers import Answers, Outcome
 from .backend import Backend
 from .batch import Piece
 from .errors import (
@@ -81,7 +81,7 @@ class InferenceEngine:
         self._requests = RequestTable(self.model.config, self.tokenizer, self.settings.seed)
         self._closed = False
         self._thread: Thread | None = None
-        self._failure: BaseException | None = None  # what stopped the engine's own thread
+        self._failure: BaseException | None = None  # what stopped the engine's own thread, or a step half-way
         self.kv = make_cache(self.model, self.settings, self._on_pages)
         self.scheduler = ContinuousBatchScheduler(
             self.settings.max_running, self.settings.policy, self.kv if self.settings.use_cache else None,
@@ -154,8 +154,7 @@ class InferenceEngine:
         """Run steps in a thread of the engine's own from now on, whenever there is work. Idempotent."""
         with self._news:
             self._require_open()
-            if self._failure:
-                raise EngineError(f"the engine's thread has stopped: {self._failure!r}; make a new engine")
+            self._require_sound()
             if self._thread is None:
                 self._thread = Thread(target=self._serve, name="engine", daemon=True)
                 self._thread.start()
@@ -199,6 +198,7 @@ class InferenceEngine:
         DuplicateRequestError or QueueFullError leave the engine as it was. O(prompt)."""
         with self._news:
             self._require_open()
+            self._require_sound()
             request_id = self._requests.fresh_id() if request_id is None else request_id
             try:
                 request = Request(request_id, prompt_tokens, max_tokens, self._recorder.clock(), priority,
@@ -243,8 +243,7 @@ class InferenceEngine:
                     return self._requests.take(stream)
                 if stream.drained:
                     return None
-                if self._failure:
-                    raise EngineError(f"the engine's thread has stopped: {self._failure!r}") from self._failure
+                self._require_sound()
             if self._stepping.acquire(blocking=False):
                 try:
                     self._step_for(stream)
@@ -367,14 +366,15 @@ class InferenceEngine:
                 with self._undone_if_interrupted():
                     outcomes = {sample_: self._answers.choose(sample_, row) for sample_, row in rows.items()
                                 if sample_ not in gone}
-                self._answers.settle(outcomes)
+                self._settle(outcomes)
                 self._news.notify_all()
                 self._recorder.raise_trouble()
             return decision
 
     @contextmanager
     def _undone_if_interrupted(self) -> Iterator[None]:
-        """Until its tokens are chosen, a step that is interrupted counts for nothing: the next one plans it again."""
+        """Until its tokens are chosen, a step that is interrupted counts for nothing: the next one plans it again.
+        While they are told (``_settle``) it is too late for that."""
         try:
             yield
         except BaseException:
@@ -383,8 +383,17 @@ class InferenceEngine:
                 self._recorder.abandoned()
             raise
 
+    def _settle(self, outcomes: Mapping[Sample, Outcome]) -> None:
+        try:
+            self._answers.settle(outcomes)
+        except BaseException as failure:  # Ctrl-C: some requests have their tokens, others do not
+            self._failure = failure
+            self._news.notify_all()
+            raise
+
     def _plan(self, budget_tokens: int) -> tuple[ScheduleDecision, dict[Sample, Piece]]:
         self._require_open()
+        self._require_sound()
         if self._executor.faults:
             self._executor.faults.before_step()
         with self._recorder.planning():
@@ -421,6 +430,10 @@ class InferenceEngine:
     def _on_pages(self, change: str, request_id: str, pages: tuple[int, ...]) -> None:
         """The page manager's observer."""
         self._recorder.page_change(change, request_id, pages, self.kv.total_pages - self.kv.free_pages)
+
+    def _require_sound(self) -> None:
+        if self._failure:
+            raise EngineError(f"the engine has stopped: {self._failure!r}; make a new one") from self._failure
 
     def _require_open(self) -> None:
         if self._closed:

@@ -1,8 +1,9 @@
 """M6 · What an audit remembers of a request, from its submit to its end, and how long it may wait.
 
 The bound is the one that ``scheduler.py`` promises: behind k requests a request waits at most
-(k + 1) * (BYPASS_LIMIT + 2) * L * ceil(max_running / budget) steps, L being the most prompt and output tokens of a
-request that lives meanwhile. k and L are counted generously: whoever might ever go first, whoever ever lived.
+(k + 1) * (BYPASS_LIMIT + 2) * L * ceil(max_running / budget) steps, and under "prefill-first" AGING + 1 times as many,
+L being the most prompt and output tokens of a request that lives meanwhile. k and L are counted generously: whoever
+might ever go first, whoever ever lived.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Life:
     waited: int = 0  # steps since it began to wait; meanwhile:
     ahead: int = 0  # k
     longest: int = 0  # L
-    turns: int = 1  # by which a small budget multiplies the wait
+    turns: int = 1  # by which a small budget, or a policy that lets prompts go first, multiplies the wait
 
     @property
     def order(self) -> tuple[float, int]:
@@ -59,6 +60,6 @@ class Life:
                 self.longest, other.longest = max(self.longest, other.length), max(other.longest, self.length)
 
     def wait(self, turns: int) -> None:
-        """One step more, whose budget lets it have one turn in so many."""
+        """One step more, which lets it have one turn in so many."""
         self.waited += 1
         self.turns = max(self.turns, turns)

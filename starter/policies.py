@@ -7,7 +7,8 @@ change while they wait. With A = AGING steps:
     fcfs            rank = arrival                            nobody is overtaken by later arrivals
     priority        rank = arrival - A * priority             one level of priority is worth A steps of waiting
     shortest        rank = arrival + remaining tokens / A     so many tokens less are worth a step of waiting
-    prefill-first   rank = arrival, but prompts are computed before decodes: the bad example
+    prefill-first   rank = arrival, but prompts are computed before decodes, unless a decode has waited A steps for
+                    them: the bad example
 
 What that promises (k and the bound as in ``scheduler.py``): only requests of a smaller rank go before a request, and
 from a finite number of steps after its arrival on every new request has a larger one. So k counts
@@ -15,7 +16,8 @@ from a finite number of steps after its arrival on every new request has a large
     fcfs            the requests that arrived before it
     priority        those, and later ones of a higher priority p' that arrive within A * (p' - p) steps
     shortest        those, and later ones with fewer remaining tokens that arrive within (difference) / A steps
-    prefill-first   as fcfs; but the decode gap has no bound: it lasts as long as prompts keep arriving
+    prefill-first   as fcfs; but while prompts arrive, whoever runs gets a token in one of A + 1 steps only, so all
+                    waits are as many times as long
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ AGING = 16
 class Policy(Protocol):
     """Ranks requests; see the module's docstring."""
 
-    decode_first: bool
+    decode_first: bool  # else prompts go first, but for no more than AGING steps on end
 
     def rank(self, request: Request, arrival_step: int, generated: int) -> float:
         """Rank of a request that arrived at ``arrival_step`` and has generated so many tokens. Computed at submit and
@@ -65,7 +67,7 @@ class ShortestRemainingWithAging:
 
 
 class PrefillFirst(FirstComeFirstServed):
-    """Prompts before decodes: the best time to first token, and running requests stop while prompts arrive."""
+    """Prompts before decodes: the best time to first token, and running requests nearly stop while prompts arrive."""
 
     decode_first = False
 

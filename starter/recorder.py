@@ -100,4 +100,6 @@ class Recorder:
         self.event("pages", change=change, request=request_id, pages=list(pages), used_pages=used_pages)
 
     def _append(self, event: str, fields: Event) -> None:
-        self._collector.observe(self.timeline.record(event, self.steps, self.clock(), **fields))
+        entry = {"event": event, "step": self.steps, "time": self.clock(), **fields}
+        self._collector.observe(entry)  # before any listener can fail, or ask
+        self.timeline.append(entry)

@@ -24,13 +24,13 @@ otherwise.
 - Preemption: when a decoding request needs a page and none is free, the *last* running request gives up its pages
   and goes back to its place in the queue. The first live request is never preempted once it runs: it always finishes.
 - Decode gap: a running request that decodes gets a token in every step whose budget covers the running requests,
-  unless it is preempted in it. With a smaller budget turns go round: least recently served first. (Not under
-  "prefill-first".)
+  unless it is preempted in it. With a smaller budget turns go round: least recently served first. (Under
+  "prefill-first" every AGING + 1 steps at least.)
 - Wait: a request with k requests before it is admitted within (k + 1) * (BYPASS_LIMIT + 2) * L steps. For the first
   live request, if it is not running, is admitted within (BYPASS_LIMIT + 1) * L: whoever runs ends or is preempted
   within L steps, and at most BYPASS_LIMIT others get in before it. Once running it is never preempted and ends within
   another L: that makes BYPASS_LIMIT + 2. Then the next is the first. A budget b below max_running multiplies this by
-  ceil(max_running / b). ``policies.py`` says who counts in k.
+  ceil(max_running / b), "prefill-first" by AGING + 1. ``policies.py`` says who counts in k.
 - No livelock: a request that is refused pages REFUSAL_LIMIT times while no other request runs is ended as failed:
   somebody outside holds the pages, and waiting would not end.
 - Refusal: what would not fit an empty pool is refused at ``submit`` (CapacityError). The last token of a request is
@@ -48,7 +48,7 @@ from .block_tables import BlockTables
 from .decisions import Plan, ScheduledChunk, ScheduleDecision, counted
 from .errors import CapacityError, DuplicateRequestError, OutOfPagesError, RequestError, UnknownRequestError
 from .kv_cache import KVCacheManager, KVHandle
-from .policies import POLICIES, Policy
+from .policies import AGING, POLICIES, Policy
 from .schema import Request
 from .sequences import Sequence, WaitingQueue
 
@@ -146,7 +146,7 @@ class ContinuousBatchScheduler:
             raise UnknownRequestError(f"request {request_id!r} is not running, so it cannot be forked")
         self.require_free(child.request_id)
         sequence = self._new_sequence(child)
-        sequence.computed, sequence.known = parent.computed, parent.known
+        sequence.computed, sequence.known, sequence.last_served = parent.computed, parent.known, parent.last_served
         self._tables.fork(parent, sequence)
         self._run(sequence)
 
@@ -186,11 +186,12 @@ class ContinuousBatchScheduler:
         if budget_tokens:
             for sequence in sorted(self._running.values(), key=_in_order):
                 self._provide_pages(plan, sequence)  # before anything is scheduled: who has a chunk is not preempted
-            if self.policy.decode_first:
+            decode_first = self.policy.decode_first or self._decode_overdue(plan)
+            if decode_first:
                 self._plan_decodes(plan)
             self._plan_admissions(plan)
             self._plan_prefills(plan)
-            if not self.policy.decode_first:
+            if not decode_first:
                 self._plan_decodes(plan)
         else:
             for sequence in (*self._running.values(), *self._waiting.first(BYPASS_LIMIT)):
@@ -336,6 +337,10 @@ class ContinuousBatchScheduler:
             self._schedule(plan, sequence, 1, "decode")
         if len(served) < len(decoding):
             self._explain_turns(plan, decoding)
+
+    def _decode_overdue(self, plan: Plan) -> bool:
+        """Has somebody who decodes waited AGING steps for others' prompts?"""
+        return any(running.decoding and plan.step - running.last_served > AGING for running in self._running.values())
 
     def _plan_prefills(self, plan: Plan) -> None:
         """Share what is left of the budget evenly among prompts, short ones first so that what they do not need

@@ -49,6 +49,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import Any, TextIO
 
 from .errors import SchemaError
@@ -88,12 +89,13 @@ class VirtualClock:
 
 
 class Timeline:
-    """The last ``keep`` events in memory, and all of them to whoever listens (a file, the metrics)."""
+    """The last ``keep`` events in memory, and all of them to whoever listens (a file, say)."""
 
     def __init__(self, keep: int = KEPT_EVENTS) -> None:
         self.header: Event = {}
         self._events: deque[Event | TokenEvent] = deque(maxlen=keep)  # a token becomes an event when it is looked at
-        self._listeners: tuple[Callable[[Event], None], ...] = ()
+        self._listeners: list[Callable[[Event], None]] = []
+        self._lock = RLock()  # what is appended while a listener is given the past comes to it afterwards
         self.troubles: list[Exception] = []  # of listeners that failed, and were let go
         self.recorded = 0
 
@@ -112,39 +114,38 @@ class Timeline:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """The events kept in memory, oldest first."""
+        """The events kept in memory, oldest first; made for the call, O(events)."""
         return tuple(entry if isinstance(entry, dict) else _token(entry) for entry in tuple(self._events))
 
     def listen(self, listener: Callable[[Event], None]) -> None:
         """Call ``listener`` with every event from now on."""
-        self._listeners += listener,
+        self._listeners.append(listener)
 
-    def _let_go(self, listener: Callable[[Event], None]) -> None:
-        self._listeners = tuple(other for other in self._listeners if other is not listener)
-
-    def record(self, event: str, step: int, time: float, **fields: object) -> Event:
-        """Append an event, made of its parts, and tell the listeners."""
-        entry: Event = {"event": event, "step": step, "time": time, **fields}
-        if event == "header":
-            self.header = entry
-        self._events.append(entry)
-        self.recorded += 1
-        self._tell(entry)
-        return entry
+    def append(self, event: Event) -> None:
+        """Append an event and tell the listeners."""
+        if event["event"] == "header":
+            self.header = event
+        with self._lock:
+            self._events.append(event)
+            self.recorded += 1
+            self._tell(event)
 
     def token(self, token: TokenEvent) -> None:
-        """Append a token, as its reader gets it. Most events are tokens, so nothing more is made of them here."""
-        self._events.append(token)
-        self.recorded += 1
-        if self._listeners:
-            self._tell(_token(token))
+        """Append a token, much as its reader gets it: most events are tokens, so nothing more is made of them here."""
+        if token.top_logprobs:  # no part of the event, and as long as the vocabulary where all are asked for
+            token = token._replace(top_logprobs=())
+        with self._lock:
+            self._events.append(token)
+            self.recorded += 1
+            if self._listeners:
+                self._tell(_token(token))
 
     def _tell(self, event: Event) -> None:
-        for listener in self._listeners:
+        for listener in tuple(self._listeners):
             try:
                 listener(event)
             except Exception as error:  # a full disk, say: kept until a caller can be told without losing a step
-                self._let_go(listener)
+                self._listeners.remove(listener)
                 self.troubles.append(error)
 
     def write(self, path: str | Path) -> None:
@@ -161,14 +162,16 @@ class Timeline:
                 file.write(json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n")
                 file.flush()
 
-            dropped = [self.header] if self.header and self.recorded > len(self._events) else []
-            for event in (*dropped, *self.events):
-                write(event)
-            self.listen(write)
+            with self._lock:
+                dropped = [self.header] if self.header and self.recorded > len(self._events) else []
+                for event in (*dropped, *self.events):
+                    write(event)
+                self.listen(write)
             try:
                 yield
             finally:
-                self._let_go(write)
+                if write in self._listeners:
+                    self._listeners.remove(write)
 
 
 def _token(token: TokenEvent) -> Event:

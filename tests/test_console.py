@@ -137,6 +137,12 @@ class ProgramsTest(unittest.TestCase):
             with self.subTest(trouble=trouble), redirect_stderr(io.StringIO()) as told:
                 self.assertEqual(guarded(mock.Mock(side_effect=trouble)), code)
                 self.assertEqual(told.getvalue(), line)
+        def unwritten() -> int:
+            raise NotImplementedError
+
+        with redirect_stderr(io.StringIO()) as told:
+            self.assertEqual(guarded(unwritten), 2)
+        self.assertRegex(told.getvalue(), r"^error: unwritten in test_console.py, line \d+, is still to be written\n$")
         self.assertEqual(guarded(lambda: 1), 1)
         self.assertRaises(ZeroDivisionError, guarded, lambda: 1 // 0)  # a bug stays one
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import unittest
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count, product
 
 from starter.batch import Batch, Piece
 from starter.engine import InferenceEngine
-from starter.errors import BackendError
+from starter.errors import BackendError, EngineError
 from starter.executor import Executor
+from starter.metrics import Metrics
 from starter.scheduler import REFUSAL_LIMIT
 from starter.schema import SamplingParams
 from tests.support import (
@@ -276,6 +278,49 @@ class Failures(EngineCase):
                 raise KeyboardInterrupt
 
         engine.kv.reserve = interrupted
+
+    def test_an_interrupt_while_tokens_are_told_stops_the_engine(self) -> None:
+        """Some streams have their tokens then and others do not: no token is wrong, and pages can be given back."""
+        for kind, k in product(("token", "pages", "finish"), range(3)):
+            with self.subTest(kind=kind, k=k):
+                engine = make_engine(**TIGHT)
+                self.submit(engine, FIVE)
+                numbers = count()
+
+                def listener(event, kind=kind, k=k, numbers=numbers, engine=engine):
+                    told = engine.timeline.events[-1]["step"] == engine.steps and event["event"] == kind
+                    if told and engine.steps and next(numbers) == k:
+                        raise KeyboardInterrupt
+
+                engine.timeline.listen(listener)
+                with suppress(EngineError):  # it stops at once, or goes on to the right end
+                    while engine.active:
+                        with suppress(KeyboardInterrupt):
+                            engine.run()
+                for name, ask in FIVE.items():
+                    tokens = outcome(engine.poll(name))
+                    self.assertEqual(tokens, solo(ask, name)[0][:len(tokens)])
+                if engine.active:
+                    self.assertRaisesRegex(EngineError, "has stopped: KeyboardInterrupt.*make a new one", engine.step)
+                    self.assertRaisesRegex(EngineError, "has stopped", engine.submit, [1], 1)
+                engine.close()
+                engine.kv.check()
+                self.assertEqual(engine.kv.free_pages, engine.kv.total_pages)
+
+    def test_an_interrupt_while_a_request_is_told_loses_it_nowhere(self) -> None:
+        engine = make_engine()
+
+        def listener(event):
+            if event["event"] == "submit" and event["request"] == "x":
+                raise KeyboardInterrupt
+
+        engine.timeline.listen(listener)
+        self.assertRaises(KeyboardInterrupt, engine.submit, [1, 2], 3, request_id="x")
+        self.submit(engine, FIVE)
+        engine.run()
+        self.assertEqual(outcome(engine.poll("x")), solo(Ask((1, 2), 3))[0])
+        self.check_outcomes(engine, FIVE)
+        self.assertEqual(engine.metrics(), Metrics.of(engine.timeline.events))
 
     def test_a_timeline_listener_that_fails_loses_no_token(self) -> None:
         """A full disk, say: it is told once, after the step, and is let go."""

@@ -136,7 +136,7 @@ class GanttTest(unittest.TestCase):
     def test_a_timeline_without_its_beginning_says_so(self) -> None:
         timeline = Timeline(keep=2)
         for step in range(3):
-            timeline.record("lift", step, 0.0)
+            timeline.append({"event": "lift", "step": step, "time": 0.0})
         self.assertIn("3 events; no picture: a report needs a timeline from its beginning", timeline._repr_html_())
 
     def test_an_empty_one(self) -> None:

@@ -76,6 +76,12 @@ class RecorderTest(unittest.TestCase):
             {"event": "pages", "step": 0, "time": 0.0, "change": "release", "request": "r", "pages": [1],
              "used_pages": 0}])
 
+    def test_who_listens_finds_the_event_in_the_metrics(self) -> None:
+        found = []
+        self.recorder.timeline.listen(lambda event: found.append(self.recorder.metrics().submitted))
+        self.recorder.event("submit", request="r", prompt_tokens=[1], max_tokens=2)
+        self.assertEqual(found, [1])
+
     def test_a_listener_that_fails_is_let_go_and_its_error_told_later(self) -> None:
         heard = []
 

@@ -253,7 +253,7 @@ class Bounds(ThreadsCase):
         engine.scheduler.step = broken.__get__(engine.scheduler)  # type: ignore[method-assign]
         Ask((1,), 3).submit(engine, "r")
         engine.start()
-        with self.assertRaisesRegex(EngineError, "thread has stopped: ZeroDivisionError"):
+        with self.assertRaisesRegex(EngineError, "engine has stopped: ZeroDivisionError"):
             next(engine.stream("r"))
         engine.close()
 

@@ -8,8 +8,12 @@ import tempfile
 import unittest
 from collections import Counter
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
+from threading import Event as Flag
+from threading import Thread
 
+from starter.audit import Audit
 from starter.engine import InferenceEngine
 from starter.errors import RequestError, SchemaError
 from starter.faults import MemoryCut
@@ -72,15 +76,31 @@ class VirtualClockTest(unittest.TestCase):
         self.assertEqual([event["time"] for event in engine.timeline if event["event"] == "token"], [1.0, 2.0, 3.0])
 
 
+class RealClockTest(unittest.TestCase):
+    def test_time_never_goes_back(self) -> None:
+        """A clock that moves on with every look, as a real one does; requests end at every possible moment."""
+        ticks = count()
+        engine = InferenceEngine(HEALTHY, clock=lambda: float(next(ticks)))
+        free = engine.generate([[1, 2]], 12)[0]
+        for at, token in enumerate(free):
+            engine.submit([1, 2], 12, request_id=f"token {at}", stop_tokens=[token])
+            engine.submit([1, 2], 12, request_id=f"text {at}",
+                          sampling=SamplingParams(stop=engine.tokenizer.decode([token])))
+        engine.run()
+        times = [event["time"] for event in engine.timeline]
+        self.assertEqual(times, sorted(times))
+        self.assertEqual(Audit.of(engine.timeline.events).violations, [])
+
+
 class KeepTest(FolderTest):
     def test_the_last_events_are_kept_and_listeners_get_all(self) -> None:
         timeline, heard, late = Timeline(keep=3), [], []
         timeline.listen(heard.append)
-        timeline.record(**HEAD)
+        timeline.append(HEAD)
         for i in range(5):
-            timeline.record("cancel", i, float(i), request=f"r{i}")
+            timeline.append({"event": "cancel", "step": i, "time": float(i), "request": f"r{i}"})
         timeline.listen(late.append)
-        timeline.record("finish", 5, 5.0, request="r")
+        timeline.append({"event": "finish", "step": 5, "time": 5.0, "request": "r"})
         kept = [{"event": "cancel", "step": i, "time": float(i), "request": f"r{i}"} for i in (3, 4)]
         self.assertEqual(list(timeline), [*kept, {"event": "finish", "step": 5, "time": 5.0, "request": "r"}])
         self.assertEqual(timeline.events, tuple(timeline))
@@ -98,13 +118,38 @@ class KeepTest(FolderTest):
         self.assertEqual((list(timeline), timeline.events, heard), ([first, second], (first, second), [second]))
         self.assertEqual((len(timeline), timeline.recorded), (2, 2))
 
+    def test_the_likeliest_tokens_are_not_kept(self) -> None:
+        """A vocabulary of them for each of 100,000 tokens would be too much."""
+        engine = make_engine()
+        engine.submit([1, 2], 3, request_id="r", sampling=SamplingParams(logprobs=5))
+        [first, *_] = engine.stream("r")
+        kept = [entry for entry in engine.timeline._events if isinstance(entry, TokenEvent)]
+        self.assertEqual((len(first.top_logprobs), [entry.top_logprobs for entry in kept]), (5, [(), (), ()]))
+
+    def test_a_file_opened_while_events_come_in_has_them_all(self) -> None:
+        timeline, ready = Timeline(), Flag()
+
+        def record() -> None:
+            for i in range(3_000):
+                timeline.append({"event": "cancel", "step": i, "time": 0.0, "request": "r"})
+                if i == 100:
+                    ready.set()
+
+        timeline.append(HEAD)
+        thread = Thread(target=record)
+        thread.start()
+        ready.wait()
+        with timeline.written_to(self.path):
+            thread.join()
+        self.assertEqual([event["step"] for event in read_timeline(self.path)[1:]], list(range(3_000)))
+
     def test_what_is_written_can_be_read_even_when_the_header_was_dropped(self) -> None:
         timeline = Timeline(keep=2)
-        timeline.record(**HEAD)
+        timeline.append(HEAD)
         for i in range(4):
             timeline.write(self.path)
             self.assertEqual(read_timeline(self.path), [timeline.header, *list(timeline)[i == 0 or i == 1:]])
-            timeline.record("cancel", i, 0.0, request="r")
+            timeline.append({"event": "cancel", "step": i, "time": 0.0, "request": "r"})
 
     def test_a_listener_that_fails_is_let_go_and_the_others_still_hear(self) -> None:
         def fail(event: Event) -> None:
@@ -114,15 +159,15 @@ class KeepTest(FolderTest):
         for listener in (fail, heard.append, fail):
             timeline.listen(listener)
         for kind in ("header", "token"):
-            timeline.record(kind, 0, 0.0)
+            timeline.append({"event": kind})
         self.assertEqual([event["event"] for event in heard], ["header", "token"])
         self.assertEqual(list(map(str, timeline.troubles)), ["disk full at header"] * 2)
 
     def test_events_may_come_while_they_are_looked_at(self) -> None:
         timeline = Timeline()
-        timeline.record(**HEAD)
+        timeline.append(HEAD)
         for _ in timeline:
-            timeline.record("token", 1, 1.0)
+            timeline.append({"event": "lift", "step": 1, "time": 1.0})
         self.assertEqual(len(timeline), 2)
 
 
@@ -130,9 +175,9 @@ class WriteTest(FolderTest):
     def test_any_text_comes_back(self) -> None:
         """Unicode's line separators end no line; half a surrogate pair, which UTF-8 cannot hold, is escaped."""
         timeline = Timeline()
-        timeline.record(**HEAD)
+        timeline.append(HEAD)
         for text in ("世界 😀", "a\nb\r\nc\x0b\x0c\x1c\x1e\x85\u2028\u2029d", '\x00"\\', "\ud800", "\udfff\ud800", ""):
-            timeline.record("refuse", 1, 0.1 + 0.2, request="r", error=text)
+            timeline.append({"event": "refuse", "step": 1, "time": 0.1 + 0.2, "request": "r", "error": text})
         timeline.write(self.path)
         self.assertEqual(read_timeline(self.path), as_read(timeline))
         self.assertIn("世界 😀".encode(), self.path.read_bytes())
