@@ -67,13 +67,14 @@ class executor:
 class driver:
     def main(arguments=None):
         # While something is missing, say what, and be content with what is there.
+        from starter.console import to_be_written
         options = _parser().parse_args(arguments)
 
         def _try():
             try:
                 return _run(options)
             except NotImplementedError as missing:
-                print(f"Still to be written: {missing}")
+                print(f"Still to be written: {to_be_written(missing)}")
                 return EXIT_OK
 
         return guarded(_try)

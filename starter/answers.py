@@ -41,7 +41,8 @@ class Answers:
             if not isinstance(outcome, Exception) and sample_.finish_reason is None:
                 started = (sample_,) if len(outcome) == 1 else self._start_others(sample_)
                 for each, choice in zip(started, outcome):
-                    self._emit(each, choice)
+                    if each.finish_reason is None:  # who listens may cancel while the first ones are told
+                        self._emit(each, choice)
 
     def choose(self, sample_: Sample, row: Row) -> Outcome:
         """Sample the next token; after the prompt of a request with n samples, one for each."""
@@ -63,7 +64,7 @@ class Answers:
         for sample_ in started[1:]:
             sample_.started = True
             self._recorder.event("fork", request=sample_.id, parent=first.id)
-            if first.stream.request.max_tokens > 1:  # else it has all its tokens with this one
+            if self._scheduler.is_running(first.id):  # else it has all its tokens with this one
                 self._scheduler.fork(first.id, replace(first.stream.request, request_id=sample_.id))
         return started
 

@@ -160,6 +160,8 @@ def load_backend(backend: str | Backend = "auto", **options: Any) -> Backend:
         allowed = ", ".join(map(repr, (*_BACKENDS, "auto")))
         raise BackendError(f"there is no backend {backend!r}; allowed: {allowed}")
     module, name, package, extra = _BACKENDS[backend]
+    if not find_spec(f".{module}", __package__):  # in a student's project
+        raise BackendError(f"backend {backend!r} is not part of this project; take another one")
     if package and not find_spec(package):
         raise BackendError(f"backend {backend!r} needs {package}, which is not installed: pip install '.[{extra}]'")
     made: Backend = getattr(import_module(f".{module}", __package__), name)(**options)

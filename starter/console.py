@@ -88,9 +88,7 @@ def guarded(work: Callable[[], int]) -> int:
     except BrokenPipeError:
         return EXIT_OK
     except NotImplementedError as missing:
-        where = extract_tb(missing.__traceback__)[-1]
-        complain(f"error: {missing}" if str(missing) else
-                 f"error: {where.name} in {Path(where.filename).name}, line {where.lineno}, is still to be written")
+        complain(f"error: {to_be_written(missing)}")
         return EXIT_BAD_INPUT
     except (EngineError, OSError, MemoryError) as error:
         complain(f"error: {error}" if str(error) else "error: not enough memory; ask for fewer pages")
@@ -98,6 +96,12 @@ def guarded(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return EXIT_INTERRUPTED
+
+
+def to_be_written(missing: NotImplementedError) -> str:
+    """Which function it is."""
+    where = extract_tb(missing.__traceback__)[-1]
+    return str(missing) or f"{where.name} in {Path(where.filename).name}, line {where.lineno}, is still to be written"
 
 
 def check_writable(path: str | Path) -> None:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Condition, RLock, Thread
 from typing import get_args
@@ -40,7 +39,7 @@ from .errors import (
     RequestError,
     SchemaError,
 )
-from .executor import Executor
+from .executor import Executor, Row
 from .faults import Fault, FaultInjector
 from .loading import AS_IN_SCENARIO, Loaded, load_checkpoint_model, load_scenario_model
 from .metrics import Metrics
@@ -179,6 +178,8 @@ class InferenceEngine:
             for stream in list(self._requests.streams.values()):
                 if stream.finish_reason is None:
                     self.cancel(stream.request.request_id)
+            for sequence_id in self.scheduler.live:  # of a stream that was told its end, when a step was interrupted
+                self.scheduler.cancel(sequence_id)
             if self._executor.faults:
                 self._executor.faults.end()
             self._closed = True
@@ -276,9 +277,13 @@ class InferenceEngine:
         with self._news:
             stream = self._requests.find(request_id)
             if stream.finish_reason is None:
-                stream.withhold()
-                self._recorder.event("cancel", request=request_id)
-                self._answers.end_all(stream, "cancelled")
+                try:
+                    stream.withhold()
+                    self._recorder.event("cancel", request=request_id)
+                    self._answers.end_all(stream, "cancelled")
+                except BaseException as failure:  # half cancelled
+                    self._interrupted(failure, told=True)
+                    raise
                 self._news.notify_all()
 
     def run(self) -> int:
@@ -354,42 +359,39 @@ class InferenceEngine:
     def step(self, budget_tokens: int | None = None) -> ScheduleDecision:
         """Plan and compute one step of at most ``budget_tokens`` (the settings' budget if None)."""
         with self._stepping:
-            with self._undone_if_interrupted():
+            told = False
+            try:
                 with self._news:
                     decision, pieces = self._plan(
                         self.settings.budget_tokens if budget_tokens is None else budget_tokens)
                 rows = self._executor.run(pieces)
-            with self._news:
-                gone = [sample_ for sample_ in pieces  # cancelled while the decoder computed
-                        if self._requests.samples.get(sample_.id) is not sample_]
-                self.kv.settle_unused(page for sample_ in gone for page in pieces[sample_].pages)
-                with self._undone_if_interrupted():
-                    outcomes = {sample_: self._answers.choose(sample_, row) for sample_, row in rows.items()
-                                if sample_ not in gone}
-                self._settle(outcomes)
-                self._news.notify_all()
-                self._recorder.raise_trouble()
+                with self._news:
+                    outcomes = self._choose(pieces, rows)
+                    told = True
+                    self._answers.settle(outcomes)
+                    self._news.notify_all()
+            except BaseException as failure:  # Ctrl-C, say
+                self._interrupted(failure, told)
+                raise
+            self._recorder.raise_trouble()
             return decision
 
-    @contextmanager
-    def _undone_if_interrupted(self) -> Iterator[None]:
-        """Until its tokens are chosen, a step that is interrupted counts for nothing: the next one plans it again.
-        While they are told (``_settle``) it is too late for that."""
-        try:
-            yield
-        except BaseException:
-            with self._news:
+    def _choose(self, pieces: Mapping[Sample, Piece], rows: Mapping[Sample, Row]) -> dict[Sample, Outcome]:
+        """The tokens of a step, but for those whose sample was cancelled while the decoder computed."""
+        gone = [sample_ for sample_ in pieces if self._requests.samples.get(sample_.id) is not sample_]
+        self.kv.settle_unused(page for sample_ in gone for page in pieces[sample_].pages)
+        return {sample_: self._answers.choose(sample_, row) for sample_, row in rows.items() if sample_ not in gone}
+
+    def _interrupted(self, failure: BaseException, told: bool) -> None:
+        """Until its tokens are told, a step that is interrupted counts for nothing: the next one plans it again. Then
+        some streams have theirs and others do not, and the engine can only be closed."""
+        with self._news:
+            if told:
+                self._failure = failure
+                self._news.notify_all()
+            else:
                 self.scheduler.abandon_step()
                 self._recorder.abandoned()
-            raise
-
-    def _settle(self, outcomes: Mapping[Sample, Outcome]) -> None:
-        try:
-            self._answers.settle(outcomes)
-        except BaseException as failure:  # Ctrl-C: some requests have their tokens, others do not
-            self._failure = failure
-            self._news.notify_all()
-            raise
 
     def _plan(self, budget_tokens: int) -> tuple[ScheduleDecision, dict[Sample, Piece]]:
         self._require_open()

@@ -210,8 +210,9 @@ class KVCacheManager:
         for page in shared:
             self._pool.share(page)
         self._counts["hits"] += parent.length
+        child = self._open(_Table(request_id, parent.root, list(shared), parent.length, list(parent.nodes)))
         self._observer("share", request_id, tuple(shared))
-        return self._open(_Table(request_id, parent.root, list(shared), parent.length, list(parent.nodes)))
+        return child
 
     def release(self, handle: KVHandle) -> None:
         """Close the table; pages without another user are free again, or cached. O(pages)."""

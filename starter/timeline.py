@@ -118,8 +118,14 @@ class Timeline:
         return tuple(entry if isinstance(entry, dict) else _token(entry) for entry in tuple(self._events))
 
     def listen(self, listener: Callable[[Event], None]) -> None:
-        """Call ``listener`` with every event from now on."""
+        """Call ``listener`` with every event from now on, in the middle of what happens: it may look at the engine and,
+        hearing of a token, cancel a request, but do nothing else to it."""
         self._listeners.append(listener)
+
+    def _let_go(self, listener: Callable[[Event], None]) -> None:
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
 
     def append(self, event: Event) -> None:
         """Append an event and tell the listeners."""
@@ -145,7 +151,7 @@ class Timeline:
             try:
                 listener(event)
             except Exception as error:  # a full disk, say: kept until a caller can be told without losing a step
-                self._listeners.remove(listener)
+                self._let_go(listener)
                 self.troubles.append(error)
 
     def write(self, path: str | Path) -> None:
@@ -170,8 +176,7 @@ class Timeline:
             try:
                 yield
             finally:
-                if write in self._listeners:
-                    self._listeners.remove(write)
+                self._let_go(write)
 
 
 def _token(token: TokenEvent) -> Event:

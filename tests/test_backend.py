@@ -52,10 +52,15 @@ class LoadTest(unittest.TestCase):
 
     def test_without_numpy(self) -> None:
         """"auto" falls back; asking for it by name does not, and says how to get it."""
-        with mock.patch("starter.backend.find_spec", return_value=None):
+        with mock.patch("starter.backend.find_spec", lambda name, package=None: package):  # modules, but no packages
             self.assertEqual(load_backend("auto").name, "cpu")
             with self.assertRaisesRegex(BackendError, r"needs numpy.*pip install '\.\[numpy\]'"):
                 load_backend("numpy")
+
+    def test_a_backend_whose_module_is_not_here(self) -> None:
+        """As in a student's project."""
+        with mock.patch.dict("starter.backend._BACKENDS", gone=("no_such_module", "Gone", None, None)):
+            self.assertRaisesRegex(BackendError, "backend 'gone' is not part of this project", load_backend, "gone")
 
     def test_a_ready_backend_passes_through(self) -> None:
         backend = CpuBackend()

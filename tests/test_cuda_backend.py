@@ -364,7 +364,7 @@ class CompileTest(unittest.TestCase):
 
 class WithoutWarpTest(unittest.TestCase):
     def test_how_to_get_it(self) -> None:
-        with (mock.patch("starter.backend.find_spec", return_value=None),
+        with (mock.patch("starter.backend.find_spec", lambda name, package=None: package),
               self.assertRaisesRegex(BackendError, r"needs warp.*pip install '\.\[cuda\]'")):
             load_backend("cuda")
 

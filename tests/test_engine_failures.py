@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import unittest
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count, product
+from types import FrameType
 
 from starter.batch import Batch, Piece
 from starter.engine import InferenceEngine
@@ -306,6 +309,90 @@ class Failures(EngineCase):
                 engine.close()
                 engine.kv.check()
                 self.assertEqual(engine.kv.free_pages, engine.kv.total_pages)
+
+    def test_an_interrupt_anywhere_in_a_step_gives_nobody_wrong_tokens(self) -> None:
+        """At the k-th line of the engine's own code: the step is done again, or the engine says that it has stopped.
+        (Not tried within the page manager's changes, whose observer ``_on_pages`` is.)"""
+        outcomes = Counter[str]()
+        for k in range(0, 900, 7):
+            engine, lines = make_engine(**TIGHT), count()
+            self.submit(engine, FIVE)
+
+            def trace(frame: FrameType, event: str, argument: object, k: int = k, lines: count[int] = lines) -> object:
+                own = frame.f_code.co_filename.endswith(("engine.py", "answers.py", "executor.py"))
+                if not own or frame.f_code.co_name == "_on_pages":
+                    return None
+                if event == "line" and next(lines) == k:
+                    raise KeyboardInterrupt
+                return trace
+
+            traced, ended = sys.gettrace(), "not interrupted"
+            sys.settrace(trace)
+            try:
+                engine.run()
+            except KeyboardInterrupt:
+                ended = "interrupted"
+            finally:
+                sys.settrace(traced)
+            try:
+                engine.run()
+            except EngineError as error:
+                self.assertIn("has stopped: KeyboardInterrupt", str(error))
+                ended = "stopped"
+            for name, ask in FIVE.items():
+                told = outcome(engine.poll(name))
+                self.assertEqual(told, solo(ask, name)[0][:None if ended == "interrupted" else len(told)], f"line {k}")
+            outcomes[ended] += 1
+            engine.close()
+            self.assertEqual(engine.kv.free_pages, engine.kv.total_pages, f"line {k}")
+        self.assertGreater(min(outcomes["interrupted"], outcomes["stopped"]), 20, outcomes)
+
+    def test_an_interrupt_at_a_last_token_leaves_no_page(self) -> None:
+        for n in (1, 2, 3):
+            engine = make_engine(**TIGHT)
+            last = solo(Ask((3, 1, 4), 6), "a")[0][2][0]
+            engine.submit((3, 1, 4), 6, stop_tokens=[last], sampling=SamplingParams(n=n))
+
+            def listener(event, last=last):
+                if event["event"] == "token" and event["token"] == last:
+                    raise KeyboardInterrupt
+
+            engine.timeline.listen(listener)
+            with self.assertRaises(KeyboardInterrupt), engine:
+                engine.run()
+            engine.kv.check()
+            self.assertEqual(engine.kv.free_pages, engine.kv.total_pages)
+
+    def test_an_interrupted_cancel_stops_the_engine(self) -> None:
+        for kind in ("cancel", "pages", "finish"):
+            engine = make_engine(**TIGHT)
+            self.submit(engine, FIVE)
+            engine.step()
+
+            def listener(event, kind=kind):
+                if event["event"] == kind:
+                    raise KeyboardInterrupt
+
+            engine.timeline.listen(listener)
+            self.assertRaises(KeyboardInterrupt, engine.cancel, "a")
+            self.assertRaisesRegex(EngineError, "has stopped", engine.step)
+
+    def test_who_listens_may_cancel(self) -> None:
+        """When it hears of a token, of a request with three samples; a neighbour is served."""
+        for k in range(12):
+            with self.subTest(k=k):
+                engine, numbers = make_engine(**ROOMY), count()
+                engine.submit((3, 1, 4), 6, request_id="three", sampling=SamplingParams(1.0, n=3))
+                self.submit(engine, {"b": FIVE["b"]})
+
+                def listener(event, k=k, numbers=numbers, engine=engine):
+                    if event["event"] == "token" and event["request"] != "b" and next(numbers) == k:
+                        engine.cancel("three")
+
+                engine.timeline.listen(listener)
+                engine.run()
+                engine.poll("three")
+                self.check_outcomes(engine, {"b": FIVE["b"]})
 
     def test_an_interrupt_while_a_request_is_told_loses_it_nowhere(self) -> None:
         engine = make_engine()

@@ -172,6 +172,22 @@ class KeepTest(FolderTest):
 
 
 class WriteTest(FolderTest):
+    def test_a_file_that_is_left_while_an_event_is_told_is_no_trouble(self) -> None:
+        timeline, told, left = Timeline(), Flag(), Flag()
+
+        def slow(event: Event) -> None:
+            told.set()
+            left.wait(0.05)  # the writer, which comes after this listener, waits for the event's end
+
+        timeline.listen(slow)
+        thread = Thread(target=timeline.append, args=({"event": "lift", "step": 0, "time": 0.0},))
+        with timeline.written_to(self.path):
+            thread.start()
+            told.wait()
+        left.set()
+        thread.join()
+        self.assertEqual(timeline.troubles, [])
+
     def test_any_text_comes_back(self) -> None:
         """Unicode's line separators end no line; half a surrogate pair, which UTF-8 cannot hold, is escaped."""
         timeline = Timeline()
