@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     wants_logits: bool
 
 
-@dataclass  # not frozen, which takes four times as long to make: there is one for each request and step
+@dataclass  # not frozen, which would set each field through a call: there is one for each request and step
 class Span:
     """The rows of one request in a batch: rows first_row .. first_row + count - 1, positions end - count .. end - 1."""
 

@@ -680,6 +680,17 @@ class Arguments(unittest.TestCase):
             ("allocate", "child", (added,)), ("append", "child", (first, copy, added)),
             ("release", "parent", (first, second)), ("release", "child", (first, copy, added))])
 
+    def test_an_observer_that_fails_at_a_fork_leaves_the_references_right(self) -> None:
+        def observer(kind: str, request_id: str, pages: tuple[int, ...]) -> None:
+            if kind == "share":
+                raise KeyboardInterrupt
+
+        kv = KVCacheManager(4, 2, observer=observer)
+        parent = kv.allocate("parent", 3)
+        kv.commit(parent, 3)
+        self.assertRaises(KeyboardInterrupt, kv.fork, parent, "child")
+        kv.check()
+
     def test_the_observer_is_told_what_can_be_found_and_what_is_evicted(self) -> None:
         told = []
         kv = KVCacheManager(3, 2, prefix_sharing=True, observer=lambda *change: told.append(change))

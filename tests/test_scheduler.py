@@ -10,7 +10,7 @@ from itertools import product
 
 from starter.errors import CapacityError, DuplicateRequestError, RequestError, UnknownRequestError
 from starter.kv_cache import KVCacheManager
-from starter.policies import POLICIES
+from starter.policies import AGING, POLICIES
 from starter.scheduler import BYPASS_LIMIT, REFUSAL_LIMIT, ContinuousBatchScheduler, ScheduleDecision
 from starter.schema import Request
 
@@ -498,6 +498,17 @@ class Policies(unittest.TestCase):
                 watch.step(4)
             watch.complete()
             self.assertEqual(watch.produced["runs"], tokens)
+
+    def test_a_fork_waits_for_prompts_no_less_than_its_parent(self) -> None:
+        """It takes turns from where its parent stands: being new, it has not waited since the beginning."""
+        scheduler = ContinuousBatchScheduler(4, "prefill-first")
+        scheduler.submit(request("parent", 1, 90))
+        for _ in range(AGING + 9):
+            scheduler.step(4)
+        scheduler.complete_step()
+        scheduler.fork("parent", request("child", 1, 90))
+        scheduler.submit(request("prompt", 4, 1))
+        self.assertEqual([chunk.request_id for chunk in scheduler.step(4).chunks], ["prompt"])
 
     def test_a_policy_of_ones_own(self) -> None:
         class LastComeFirstServed:

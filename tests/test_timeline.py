@@ -172,6 +172,14 @@ class KeepTest(FolderTest):
 
 
 class WriteTest(FolderTest):
+    def test_a_file_that_could_not_be_written_is_left_like_any_other(self) -> None:
+        """Its listener was let go already; the trouble is told, and nothing else goes wrong."""
+        timeline = Timeline()
+        with timeline.written_to(self.path):
+            timeline.append({"event": "lift", "step": 0, "time": 0.0, "odd": object()})  # no JSON
+            timeline.append({"event": "lift", "step": 1, "time": 0.0})
+        self.assertEqual(list(map(type, timeline.troubles)), [TypeError])
+
     def test_a_file_that_is_left_while_an_event_is_told_is_no_trouble(self) -> None:
         timeline, told, left = Timeline(), Flag(), Flag()
 
@@ -179,6 +187,7 @@ class WriteTest(FolderTest):
             told.set()
             left.wait(0.05)  # the writer, which comes after this listener, waits for the event's end
 
+        timeline.append(HEAD)
         timeline.listen(slow)
         thread = Thread(target=timeline.append, args=({"event": "lift", "step": 0, "time": 0.0},))
         with timeline.written_to(self.path):
@@ -186,7 +195,7 @@ class WriteTest(FolderTest):
             told.wait()
         left.set()
         thread.join()
-        self.assertEqual(timeline.troubles, [])
+        self.assertEqual((timeline.troubles, len(read_timeline(self.path))), ([], 2))
 
     def test_any_text_comes_back(self) -> None:
         """Unicode's line separators end no line; half a surrogate pair, which UTF-8 cannot hold, is escaped."""
