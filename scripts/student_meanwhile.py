@@ -31,7 +31,8 @@ class scheduler:
                 self._schedule(plan, sequence, min(plan.left, sequence.remaining), phase)
             finished, self._finished = tuple(self._finished), []
             return ScheduleDecision(plan.step, plan.budget, tuple(plan.chunks), tuple(plan.admitted), (), finished,
-                                    self._waiting.ids, self._ids_running(), plan.reasons, plan.found)
+                                    self._waiting.ids, self._ids_running(),
+                                    Reasons(plan.reasons, plan.chunks, plan.decoding), plan.found)
 
         def _provide_pages(self, plan, sequence):
             # M4: for now there have to be enough. Replace this: somebody has to give pages back, and to go on later.

@@ -1,7 +1,7 @@
 """M3 · What a step's computation means for its requests: tokens for their streams, ends, and failures.
 
     row of logits --choose--> a token (after a prompt, one for each sample) --settle--> stream, scheduler, timeline
-    an exception  ----------------------------------------------------------settle--> a last event with the reason
+    an exception  --------------------------------------------------------- --settle--> a last event with the reason
 
 Choosing changes nothing but a sample's random numbers, and those count only when their token is accepted; so a step
 that is interrupted before ``settle`` can be planned and chosen again. The engine holds its lock around every call.
@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Union
 
-from .executor import Row
+from .executor import Logits, Row
+from .logits import Choice
 from .recorder import Recorder
 from .request_table import RequestTable
-from .sampling import Choice, sample
+from .sampling import greedy, sample
 from .scheduler import ContinuousBatchScheduler
 from .streams import RequestStream, Sample
-
-Outcome = Union[list[Choice], Exception]  # of a sequence in a step: its token (after a prompt, one for each sample)
 
 
 class Answers:
@@ -29,50 +27,60 @@ class Answers:
     def __init__(self, requests: RequestTable, scheduler: ContinuousBatchScheduler, recorder: Recorder) -> None:
         self._requests, self._scheduler, self._recorder = requests, scheduler, recorder
 
-    def settle(self, outcomes: Mapping[Sample, Outcome]) -> None:
+    def settle(self, choices: Mapping[Sample, Choice], failures: Mapping[Sample, Exception]) -> None:
         """The step's tokens are chosen: end what has failed, start further samples, tell everybody."""
         self._recorder.step_completed()
-        for sample_, outcome in outcomes.items():
-            if isinstance(outcome, Exception):
-                self.end_all(sample_.stream, "error", f"{type(outcome).__name__}: {outcome}")
+        for sample_, failure in failures.items():
+            self.end_all(sample_.stream, "error", f"{type(failure).__name__}: {failure}")
         self._scheduler.complete_step()
         self.end_failures()
-        for sample_, outcome in outcomes.items():
-            if not isinstance(outcome, Exception) and sample_.finish_reason is None:
-                started = (sample_,) if len(outcome) == 1 else self._start_others(sample_)
-                for each, choice in zip(started, outcome):
-                    if each.finish_reason is None:  # who listens may cancel while the first ones are told
-                        self._emit(each, choice)
+        for sample_, choice in choices.items():
+            if sample_.finish_reason is None:  # it may have failed, or who listens cancelled it just now
+                if sample_.others:
+                    self._start_others(sample_)
+                self._emit(sample_, choice)
+        self._recorder.write_tokens()
 
-    def choose(self, sample_: Sample, row: Row) -> Outcome:
-        """Sample the next token; after the prompt of a request with n samples, one for each."""
-        if isinstance(row, Exception):
-            return row
-        stream, request = sample_.stream, sample_.stream.request
-        try:
-            if request.sampling.plain:  # as nearly always: nothing but the row matters, so all samples are alike
-                return [sample(row, request.sampling, sample_.draws)] * len(stream.due(sample_))
-            return [sample(row, request.sampling, each.draws, request.prompt_tokens,
-                           each.tokens[len(request.prompt_tokens):], stream.end_tokens)
-                    for each in stream.due(sample_)]
-        except Exception as error:  # whatever is wrong with this row concerns this request alone
-            return error
+    def choose(self, rows: Mapping[Sample, Row]) -> tuple[dict[Sample, Choice], dict[Sample, Exception]]:
+        """Sample the next tokens; a row after a prompt is for all samples of its request, the first before the others.
+        Whatever is wrong with a row concerns its request alone."""
+        choices: dict[Sample, Choice] = {}
+        failures: dict[Sample, Exception] = {}
+        for sample_, row in rows.items():
+            if isinstance(row, Exception):
+                failures[sample_] = row
+                continue
+            try:
+                choices[sample_] = self._choice(sample_, row)
+                for other in sample_.others:
+                    choices[other] = self._choice(other, row)
+            except Exception as error:
+                failures[sample_] = error
+        return choices, failures
 
-    def _start_others(self, first: Sample) -> list[Sample]:
-        """After the prompt, the other samples start from the same pages; the first is the first of all of them."""
-        started = first.stream.due(first)
-        for sample_ in started[1:]:
+    def _choice(self, sample_: Sample, row: Logits) -> Choice:
+        if sample_.plain:  # as nearly always
+            return greedy(row)
+        stream = sample_.stream
+        return sample(row, stream.request.sampling, sample_.draws, stream.request.prompt_tokens,
+                      sample_.tokens[sample_.prompt_length:], stream.end_tokens)
+
+    def _start_others(self, first: Sample) -> None:
+        """After the prompt, the other samples start from the same pages."""
+        others, first.others = first.others, ()
+        for sample_ in others:
             sample_.started = True
             self._recorder.event("fork", request=sample_.id, parent=first.id)
             if self._scheduler.is_running(first.id):  # else it has all its tokens with this one
                 self._scheduler.fork(first.id, replace(first.stream.request, request_id=sample_.id))
-        return started
 
     def _emit(self, sample_: Sample, choice: Choice) -> None:
         """A new token goes into its stream; the sample ends here if it is its last."""
+        recorder = self._recorder
         ends = choice.token in sample_.stream.end_tokens
-        event = sample_.add(choice, ends, self._recorder.steps - 1, self._recorder.clock())
-        self._recorder.token(sample_.id, event)
+        recorder.tokens[sample_.id] = event = sample_.add(choice, ends, recorder.steps - 1, recorder.now)
+        if recorder.timeline.listeners:  # they hear of it before there is another, which they might cancel
+            recorder.write_tokens()
         if event.finish_reason:
             if self._scheduler.is_running(sample_.id):  # at max_tokens it has ended by itself
                 self._scheduler.finish(sample_.id, event.finish_reason)

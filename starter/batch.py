@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 
@@ -30,7 +29,7 @@ class Piece(NamedTuple):
     wants_logits: bool
 
 
-@dataclass  # not frozen, which would set each field through a call: there is one for each request and step
+@dataclass(slots=True)  # not frozen, which would set each field through a call: there is one a request and step
 class Span:
     """The rows of one request in a batch: rows first_row .. first_row + count - 1, positions end - count .. end - 1."""
 
@@ -39,11 +38,14 @@ class Span:
     end: int
     pages: Sequence[int]
     page_size: int
+    _context: Sequence[int] | None = field(default=None, init=False, compare=False, repr=False)
 
-    @cached_property
+    @property
     def context(self) -> Sequence[int]:
-        """Slots of positions 0 .. end - 1; the token at position p may look at the first p + 1. O(end)."""
-        return slots(self.pages, self.page_size, 0, self.end)
+        """Slots of positions 0 .. end - 1; the token at position p may look at the first p + 1. O(end), once."""
+        if self._context is None:
+            self._context = slots(self.pages, self.page_size, 0, self.end)
+        return self._context
 
     @property
     def start(self) -> int:
@@ -53,8 +55,6 @@ class Span:
 
 def slots(pages: Sequence[int], page_size: int, start: int, end: int) -> list[int]:
     """Slots of the positions start .. end - 1 of a block table. O(end - start)."""
-    if end - start == 1:
-        return [pages[start // page_size] * page_size + start % page_size]
     first = start // page_size
     found = [page * page_size + offset for page in pages[first:-(-end // page_size)] for offset in range(page_size)]
     return found[start - first * page_size:end - first * page_size]
@@ -74,14 +74,21 @@ class Batch:
     @classmethod
     def of(cls, pieces: Iterable[Piece], page_size: int) -> Batch:
         """Lay the pieces flat. O(tokens)."""
-        batch = cls(page_size)
-        for tokens, start, pages, wants_logits in pieces:
-            first_row, count = len(batch.tokens), len(tokens)
-            end = start + count
-            batch.spans.append(Span(first_row, count, end, pages, page_size))
-            batch.tokens += tokens
-            batch.positions += range(start, end)
-            batch.slots += slots(pages, page_size, start, end)
+        tokens: list[int] = []
+        positions: list[int] = []
+        written: list[int] = []
+        spans: list[Span] = []
+        logit_rows: list[int] = []
+        for new, start, pages, wants_logits in pieces:
+            count = len(new)
+            spans.append(Span(len(tokens), count, start + count, pages, page_size))
+            tokens += new
+            if count == 1:  # as nearly always
+                positions.append(start)
+                written.append(pages[start // page_size] * page_size + start % page_size)
+            else:
+                positions += range(start, start + count)
+                written += slots(pages, page_size, start, start + count)
             if wants_logits:
-                batch.logit_rows.append(first_row + count - 1)
-        return batch
+                logit_rows.append(len(tokens) - 1)
+        return cls(page_size, tokens, positions, written, spans, logit_rows)

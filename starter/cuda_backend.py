@@ -37,7 +37,7 @@ from .cuda_int8_pages import page_bytes as int8_page_bytes
 from .cuda_matrices import CodeMatrix, FloatMatrix, bytes_of
 from .cuda_pages import CudaKVStore, page_bytes
 from .errors import BackendError
-from .logits import Logits
+from .logits import Choice, Logits
 from .quantization import QuantizedTensor, quantize
 from .schema import ModelConfig, QuantizationConfig
 from .weights import StoredWeights, Tensor
@@ -169,7 +169,7 @@ class CudaBackend:
     def logits(self, x: Array) -> Sequence[Sequence[float]]:
         best = self.device.empty((x.shape[0],), wp.vec2d)
         self.device.blocks(kernels.best_tokens, best.shape, x, best)
-        return [Logits(int(token), logprob, DeviceRow(x, row)) if isfinite(logprob) else x[row].numpy().tolist()
+        return [Logits(Choice(int(token), logprob), DeviceRow(x, row)) if isfinite(logprob) else x[row].numpy().tolist()
                 for row, (token, logprob) in enumerate(best.numpy().tolist())]
 
     def to_lists(self, x: Any) -> list[list[float]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from . import sequences
 
 
 class ScheduledChunk(NamedTuple):
@@ -19,7 +22,41 @@ class ScheduledChunk(NamedTuple):
     phase: str
 
 
-@dataclass(frozen=True)
+class Reasons(Mapping[str, str]):
+    """Why each request got what it got, by id. In most steps all requests decode, and in few of them somebody asks why:
+    so that is put into words when somebody does."""
+
+    __slots__ = ("_said", "_unsaid")
+
+    def __init__(self, said: dict[str, str], chunks: Sequence[ScheduledChunk],
+                 decoding: Sequence[sequences.Sequence]) -> None:
+        """``said``: of those that do not decode."""
+        self._said = said
+        self._unsaid: tuple[Sequence[ScheduledChunk], Sequence[sequences.Sequence]] | None = (chunks, decoding)
+
+    def _all(self) -> dict[str, str]:
+        if unsaid := self._unsaid:
+            chunks, decoding = unsaid
+            starts = {chunk.request_id: chunk.start for chunk in chunks}
+            self._said = {one.id: f"decodes position {starts[one.id]}: token {starts[one.id] - one.prompt_length + 2} "
+                                  f"of at most {one.end - one.prompt_length}" for one in decoding} | self._said
+            self._unsaid = None
+        return self._said
+
+    def __getitem__(self, request_id: str) -> str:
+        return self._all()[request_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduleDecision:
     """What one step does. The tuples hold request ids; ``finished`` are those that ended since the last decision.
 
@@ -55,7 +92,7 @@ class ScheduleDecision:
         return schedule(self)
 
 
-@dataclass
+@dataclass(slots=True)
 class Plan:
     """A decision in the making."""
 
@@ -63,10 +100,11 @@ class Plan:
     budget: int
     left: int
     chunks: list[ScheduledChunk] = field(default_factory=list)
+    decoding: list[sequences.Sequence] = field(default_factory=list)  # whose chunk is a decode
     admitted: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     found: dict[str, int] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)  # of all others
 
 
 def counted(number: int, noun: str) -> str:

@@ -29,7 +29,7 @@ from threading import Condition, RLock, Thread
 from typing import get_args
 
 from . import __version__
-from .answers import Answers, Outcome
+from .answers import Answers
 from .backend import Backend
 from .batch import Piece
 from .errors import (
@@ -42,10 +42,12 @@ from .errors import (
 from .executor import Executor, Row
 from .faults import Fault, FaultInjector
 from .loading import AS_IN_SCENARIO, Loaded, load_checkpoint_model, load_scenario_model
+from .logits import Choice
 from .metrics import Metrics
 from .page_budget import make_cache
 from .parallel import ParallelModel
 from .recorder import Recorder
+from .records import quick
 from .request_table import RequestTable
 from .requests import SEED_SHAPE
 from .scheduler import ContinuousBatchScheduler, ScheduledChunk, ScheduleDecision
@@ -63,6 +65,8 @@ from .shapes import Nullable, describe
 from .streams import RequestStatus, RequestStream, Sample
 from .timeline import Timeline
 
+_piece = quick(Piece)
+
 
 class InferenceEngine:
     """Serves many requests on one model. Make one with ``from_scenario`` or ``from_checkpoint``; a context manager."""
@@ -75,8 +79,9 @@ class InferenceEngine:
         self._workers = ParallelModel(loaded.model, self.settings.workers) if self.settings.workers > 1 else None
         self.model = self._workers or loaded.model
         self._recorder = Recorder(time.monotonic if clock is None else clock)
-        self._stepping = RLock()  # held by whoever runs a step; never taken by a thread that holds _news
-        self._news = Condition(RLock())  # held while state is read or changed; notified when there are new events
+        self._stepping = RLock()  # held by whoever runs a step; never taken by a thread that holds _lock
+        self._lock = RLock()  # held while state is read or changed
+        self._news = Condition(self._lock)  # notified when there are new events
         self._requests = RequestTable(self.model.config, self.tokenizer, self.settings.seed)
         self._closed = False
         self._thread: Thread | None = None
@@ -132,7 +137,7 @@ class InferenceEngine:
 
     def _repr_html_(self) -> str:
         from .notebook import engine_card
-        with self._news:
+        with self._lock:
             return engine_card(self)
 
     def inject(self, faults: Iterable[Fault]) -> FaultInjector:
@@ -141,7 +146,7 @@ class InferenceEngine:
         for fault in faults:
             if not isinstance(fault, get_args(Fault)):
                 raise RequestError(f"a list of faults is wanted (see faults.py), not {describe(fault)}")
-        with self._news:
+        with self._lock:
             if self._executor.faults:
                 self._executor.faults.end()
             self._recorder.event("inject", faults=[FAULT_SHAPE.dump(fault) for fault in faults])
@@ -151,7 +156,7 @@ class InferenceEngine:
 
     def start(self) -> None:
         """Run steps in a thread of the engine's own from now on, whenever there is work. Idempotent."""
-        with self._news:
+        with self._lock:
             self._require_open()
             self._require_sound()
             if self._thread is None:
@@ -163,18 +168,18 @@ class InferenceEngine:
             while self._wait_for_work():
                 self.step()
         except BaseException as failure:  # told to whoever waits for news; there is nobody else to raise it to
-            with self._news:
+            with self._lock:
                 self._failure = failure
                 self._news.notify_all()
 
     def _wait_for_work(self) -> bool:
-        with self._news:
+        with self._lock:
             self._news.wait_for(lambda: self._closed or not self.scheduler.idle)
             return not self._closed
 
     def close(self) -> None:
         """Cancel what is live, give all pages back, and end the engine's own thread and processes. Idempotent."""
-        with self._news:
+        with self._lock:
             for stream in list(self._requests.streams.values()):
                 if stream.finish_reason is None:
                     self.cancel(stream.request.request_id)
@@ -197,7 +202,7 @@ class InferenceEngine:
                cache_salt: str | None = None) -> str:
         """Queue a prompt for at most ``max_tokens`` new tokens and return its id. RequestError, CapacityError,
         DuplicateRequestError or QueueFullError leave the engine as it was. O(prompt)."""
-        with self._news:
+        with self._lock:
             self._require_open()
             self._require_sound()
             request_id = self._requests.fresh_id() if request_id is None else request_id
@@ -226,7 +231,7 @@ class InferenceEngine:
     def stream(self, request_id: str) -> Iterator[TokenEvent]:
         """The request's events, each once, from where the last reader stopped; runs engine steps while there is no
         news. UnknownRequestError for an id never seen, or whose last event was read."""
-        with self._news:
+        with self._lock:
             self._require_open()
             return self._read(self._requests.find(request_id))
 
@@ -237,7 +242,7 @@ class InferenceEngine:
     def _next_event(self, stream: RequestStream) -> TokenEvent | None:
         """The next event, waited or worked for; None when the stream has ended."""
         while True:
-            with self._news:
+            with self._lock:
                 if self._thread:
                     self._news.wait_for(lambda: stream.events or stream.drained or self._failure)
                 if stream.events:
@@ -251,7 +256,7 @@ class InferenceEngine:
                 finally:
                     self._stepping.release()
             else:  # another thread runs a step, whose end will be told; the timeout is for an end just missed
-                with self._news:
+                with self._lock:
                     self._news.wait_for(lambda: stream.events or stream.drained, timeout=0.01)
 
     def _step_for(self, stream: RequestStream) -> None:
@@ -266,7 +271,7 @@ class InferenceEngine:
 
     def poll(self, request_id: str) -> list[TokenEvent]:
         """The request's unread events, without running a step."""
-        with self._news:
+        with self._lock:
             stream = self._requests.find(request_id)
             return [self._requests.take(stream) for _ in range(len(stream.events))]
 
@@ -274,7 +279,7 @@ class InferenceEngine:
         """End a request now: its pages are free, and its unread tokens are withheld. Of n samples, those that had
         finished by themselves are still delivered whole. Does nothing to a finished request. UnknownRequestError for
         an unknown id."""
-        with self._news:
+        with self._lock:
             stream = self._requests.find(request_id)
             if stream.finish_reason is None:
                 try:
@@ -305,7 +310,7 @@ class InferenceEngine:
                 request_ids.append(self.submit(prompt, max_tokens, sampling=sampling))
             return [self._tokens_of(request_id) for request_id in request_ids]
         except BaseException:
-            with self._news:
+            with self._lock:
                 for request_id in request_ids:
                     if request_id in self._requests.streams:
                         self.cancel(request_id)
@@ -326,7 +331,7 @@ class InferenceEngine:
     @property
     def active(self) -> tuple[str, ...]:
         """Ids of live requests: running first, then waiting."""
-        with self._news:
+        with self._lock:
             live = [self._requests.samples[sequence_id].stream for sequence_id in self.scheduler.live]
             return tuple(dict.fromkeys(stream.request.request_id for stream in live))
 
@@ -342,7 +347,7 @@ class InferenceEngine:
 
     def status(self, request_id: str) -> RequestStatus:
         """Where a live or unread request stands."""
-        with self._news:
+        with self._lock:
             stream = self._requests.find(request_id)
             running = any(self.scheduler.is_running(sample.id) for sample in stream.samples)
             state = "finished" if stream.finish_reason else "running" if running else "waiting"
@@ -351,7 +356,7 @@ class InferenceEngine:
 
     def metrics(self) -> Metrics:
         """TTFT, TPOT, utilization and the rest up to now; see ``metrics.py`` for what each means."""
-        with self._news:
+        with self._lock:
             return self._recorder.metrics()
 
     # --------------------------------------------------------------------------------------------- step
@@ -361,14 +366,14 @@ class InferenceEngine:
         with self._stepping:
             told = False
             try:
-                with self._news:
+                with self._lock:
                     decision, pieces = self._plan(
                         self.settings.budget_tokens if budget_tokens is None else budget_tokens)
                 rows = self._executor.run(pieces)
-                with self._news:
-                    outcomes = self._choose(pieces, rows)
+                with self._lock:
+                    choices, failures = self._choose(pieces, rows)
                     told = True
-                    self._answers.settle(outcomes)
+                    self._answers.settle(choices, failures)
                     self._news.notify_all()
             except BaseException as failure:  # Ctrl-C, say
                 self._interrupted(failure, told)
@@ -376,16 +381,19 @@ class InferenceEngine:
             self._recorder.raise_trouble()
             return decision
 
-    def _choose(self, pieces: Mapping[Sample, Piece], rows: Mapping[Sample, Row]) -> dict[Sample, Outcome]:
+    def _choose(self, pieces: Mapping[Sample, Piece],
+                rows: Mapping[Sample, Row]) -> tuple[dict[Sample, Choice], dict[Sample, Exception]]:
         """The tokens of a step, but for those whose sample was cancelled while the decoder computed."""
-        gone = [sample_ for sample_ in pieces if self._requests.samples.get(sample_.id) is not sample_]
-        self.kv.settle_unused(page for sample_ in gone for page in pieces[sample_].pages)
-        return {sample_: self._answers.choose(sample_, row) for sample_, row in rows.items() if sample_ not in gone}
+        gone = [sample_ for sample_ in pieces if sample_.finish_reason]
+        if gone:
+            self.kv.settle_unused(page for sample_ in gone for page in pieces[sample_].pages)
+            rows = {sample_: row for sample_, row in rows.items() if sample_ not in gone}
+        return self._answers.choose(rows)
 
     def _interrupted(self, failure: BaseException, told: bool) -> None:
         """Until its tokens are told, a step that is interrupted counts for nothing: the next one plans it again. Then
         some streams have theirs and others do not, and the engine can only be closed."""
-        with self._news:
+        with self._lock:
             if told:
                 self._failure = failure
                 self._news.notify_all()
@@ -398,18 +406,21 @@ class InferenceEngine:
         self._require_sound()
         if self._executor.faults:
             self._executor.faults.before_step()
-        with self._recorder.planning():
+        self._recorder.hold_back()
+        try:
             decision = self.scheduler.step(budget_tokens)
             pieces = self._pieces(decision.chunks)
             self._recorder.planned(decision, self._positions(pieces.values()), self.kv)
+        finally:
+            self._recorder.write_held_back()
         self._answers.end_failures()
         return decision, pieces
 
     def _pieces(self, chunks: Sequence[ScheduledChunk]) -> dict[Sample, Piece]:
         """What each scheduled sample computes. Tokens are copied: the computation holds no lock."""
-        pieces = {}
+        pieces, samples = {}, self._requests.samples
         for chunk in chunks:
-            sample_ = self._requests.samples[chunk.request_id]
+            sample_ = samples[chunk.request_id]
             try:
                 pieces[sample_] = self._piece(sample_.tokens, chunk)
             except EngineError as error:  # its pages were taken away from outside
@@ -417,21 +428,26 @@ class InferenceEngine:
         return pieces
 
     def _piece(self, tokens: Sequence[int], chunk: ScheduledChunk) -> Piece:
-        end = chunk.start + chunk.count
+        sequence_id, start, count, _ = chunk
+        end = start + count
         if not self.settings.use_cache:  # all of them, and only when the next token is due
             return Piece(list(tokens), 0, (), wants_logits=end == len(tokens))
-        pages = self.kv.pages(self.scheduler.handle(chunk.request_id))
-        return Piece(tokens[chunk.start:end], chunk.start, pages, wants_logits=end == len(tokens))
+        pages = self.kv.pages(self.scheduler.handle(sequence_id))
+        if end > len(pages) * self.kv.page_size:
+            raise EngineError(f"the pages of {sequence_id} were swapped out by somebody else")
+        return _piece((tokens[start:end], start, pages, end == len(tokens)))
 
     def _positions(self, pieces: Iterable[Piece]) -> int:
         """How many positions a planned step sends through the decoder."""
-        return sum(len(piece.tokens) for piece in pieces if self.settings.use_cache or piece.wants_logits)
+        if not self.settings.use_cache:
+            pieces = [piece for piece in pieces if piece.wants_logits]
+        return sum([len(piece.tokens) for piece in pieces])
 
     # ------------------------------------------------------------------------------------------- events
 
     def _on_pages(self, change: str, request_id: str, pages: tuple[int, ...]) -> None:
         """The page manager's observer."""
-        self._recorder.page_change(change, request_id, pages, self.kv.total_pages - self.kv.free_pages)
+        self._recorder.page_change(change, request_id, pages, self.kv.used_pages)
 
     def _require_sound(self) -> None:
         if self._failure:

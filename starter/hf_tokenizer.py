@@ -21,7 +21,7 @@ from typing import Any
 
 from .errors import EngineError, SchemaError
 from .schema import ModelConfig
-from .tokenizer import TextStream, Tokenizer, _check_token, _text_start
+from .tokenizer import TextStream, Tokenizer, _text_start, text_or_bytes
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
 
@@ -55,14 +55,16 @@ class HfTokenizer(Tokenizer):
         self._tokenizer.encode_special_tokens = True
         added = self._tokenizer.get_added_tokens_decoder()
         self._control = {token.content: number for number, token in added.items() if token.special}
-        self._shown = [b""] * self.vocab_size
+        shown = [b""] * self.vocab_size
         for text, token in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if token >= self.vocab_size:
                 raise SchemaError(f"the tokenizer has a token {token}; the model has {self.vocab_size} tokens")
             if token not in added:
-                self._shown[token] = _sentencepiece_bytes(text) if sentencepiece else _bytes_of(text)
+                shown[token] = _sentencepiece_bytes(text) if sentencepiece else _bytes_of(text)
             elif not added[token].special:
-                self._shown[token] = text.encode()
+                shown[token] = text.encode()
+        self._shown = list(map(text_or_bytes, shown))
+        self._opening = [text_or_bytes(added.removeprefix(b" ")) for added in shown] if self._before_text else ()
         self._bos_name = next((name for name, token in self._control.items() if token == self.bos_token), "")
 
     def control_token(self, name: str) -> int | None:
@@ -75,11 +77,7 @@ class HfTokenizer(Tokenizer):
         return [self.bos_token, *tokens] if self.bos_token is not None and (bos or start) else tokens
 
     def stream(self) -> TextStream:
-        return TextStream(self._piece)
-
-    def _piece(self, previous: int | None, token: int) -> bytes:
-        _check_token(token, self.vocab_size)
-        return self._shown[token].removeprefix(b" ") if previous in self._before_text else self._shown[token]
+        return TextStream(self._shown, self._opening, self._before_text)
 
 
 def _letters_of_bytes() -> dict[str, int]:

@@ -27,9 +27,8 @@ Promises, each a property in tests/test_kv_cache.py:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import TYPE_CHECKING
 
 from .cache_stats import CacheStats, PageInfo
@@ -40,15 +39,12 @@ from .plain_store import PlainStore
 if TYPE_CHECKING:
     from .backend import KVStore
 
-_serials = count()  # one for all managers, so that a handle of one never opens a table of another
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class KVHandle:
-    """A request's key to its pages. Opaque: only the manager that gave it out can use it."""
+    """A request's key to its pages: this very object, no other like it. Only the manager that gave it out knows it."""
 
     request_id: str
-    serial: int = field(repr=False)  # not the same in two runs, which errors should be
 
 
 @dataclass(slots=True)
@@ -84,7 +80,7 @@ class KVCacheManager:
         self._host = PagePool(host_pages, page_size)
         self._observer = observer or (lambda kind, request_id, pages: None)
         self.gate: Callable[[int, str], None] = lambda number, for_whom: None  # asked before fresh pages are taken
-        self._tables: dict[int, _Table] = {}
+        self._tables: dict[KVHandle, _Table] = {}
         self._counts: Counter[str] = Counter()
         self._misses = 0
 
@@ -114,6 +110,16 @@ class KVCacheManager:
         return len(self._pool.cached)
 
     @property
+    def used_pages(self) -> int:
+        """Pages in a table."""
+        return self._pool.used
+
+    @property
+    def shared_pages(self) -> int:
+        """Used pages that are in more than one table."""
+        return self._pool.shared
+
+    @property
     def total_host_pages(self) -> int:
         """Pages in the host pool."""
         return self._host.total
@@ -123,9 +129,14 @@ class KVCacheManager:
         """Host pages that hold nothing."""
         return self._host.available
 
+    @property
+    def handles(self) -> KeysView[KVHandle]:
+        """All that were given out and not released."""
+        return self._tables.keys()
+
     def owns(self, handle: KVHandle) -> bool:
         """Is this a handle of this manager that was not released?"""
-        return handle.serial in self._tables
+        return handle in self._tables
 
     def length(self, handle: KVHandle) -> int:
         """Tokens stored for this handle."""
@@ -217,7 +228,7 @@ class KVCacheManager:
     def release(self, handle: KVHandle) -> None:
         """Close the table; pages without another user are free again, or cached. O(pages)."""
         table = self._table(handle)
-        del self._tables[handle.serial]
+        del self._tables[handle]
         self._counts["releases"] += 1
         for page in reversed(table.pages):  # the end first: it is evicted before the beginning, which more can use
             self._drop(page)
@@ -239,9 +250,10 @@ class KVCacheManager:
             return
         self._ask(len(shared) + missing, table.request_id)
         fresh = self._take(len(shared) + missing, table.request_id)
-        self._copy_pages([table.pages[i] for i in shared], fresh)
-        for index, target in zip(shared, fresh):
-            self._replace(table, index, target)
+        if shared:
+            self._copy_pages([table.pages[i] for i in shared], fresh)
+            for index, target in zip(shared, fresh):
+                self._replace(table, index, target)
         added = fresh[len(shared):]
         table.pages += added
         if added:
@@ -250,20 +262,20 @@ class KVCacheManager:
     def commit(self, handle: KVHandle, token_count: int, tokens: Sequence[int] | None = None) -> None:
         """The first ``token_count`` positions now hold computed keys and values. With prefix sharing and the
         ``tokens`` themselves, pages that became full are published. O(new tokens)."""
-        table = self._resident(handle)
-        if not table.length <= token_count <= len(table.pages) * self.page_size:
+        table, page_size = self._resident(handle), self.page_size
+        if not table.length <= token_count <= len(table.pages) * page_size:
             raise RequestError(f"{table.request_id} has {table.length} tokens and {len(table.pages)} pages of "
-                               f"{self.page_size}; it cannot hold {token_count}")
+                               f"{page_size}; it cannot hold {token_count}")
         if self._pool.shared and self._shared_among(table, table.length, token_count):
             raise RequestError(f"{table.request_id} shares the page it would fill; reserve() the positions first")
         self._misses += token_count - table.length  # an attribute: this is the hot path
-        last, filled = divmod(token_count, self.page_size)
-        if filled and last == table.length // self.page_size:  # within one page, as nearly always while decoding
+        first, last, filled = table.length // page_size, token_count // page_size, token_count % page_size
+        if filled and last == first:  # within one page, as nearly always while decoding
             self._pool.set_fill(table.pages[last], filled)
         else:
-            for i in range(table.length // self.page_size, self.pages_for(token_count)):
-                self._pool.set_fill(table.pages[i], min(self.page_size, token_count - i * self.page_size))
-            for page in table.pages[table.length // self.page_size:last]:
+            for i in range(first, self.pages_for(token_count)):
+                self._pool.set_fill(table.pages[i], min(page_size, token_count - i * page_size))
+            for page in table.pages[first:last]:
                 self.store.settle(page)
         table.length = token_count
         if self.prefix_sharing and tokens is not None:
@@ -394,19 +406,19 @@ class KVCacheManager:
                 self.store.settle(page)
 
     def _open(self, table: _Table) -> KVHandle:
-        handle = KVHandle(table.request_id, next(_serials))
-        self._tables[handle.serial] = table
+        handle = KVHandle(table.request_id)
+        self._tables[handle] = table
         self._counts["allocations"] += 1
         return handle
 
     def _table(self, handle: KVHandle) -> _Table:
-        table = self._tables.get(handle.serial) if isinstance(handle, KVHandle) else None
+        table = self._tables.get(handle) if isinstance(handle, KVHandle) else None
         if table is None:
             raise StaleHandleError(f"{handle!r} was released, or is not of this cache manager; allocate a new one")
         return table
 
     def _resident(self, handle: KVHandle) -> _Table:
-        table = self._tables.get(handle.serial) if isinstance(handle, KVHandle) else None
+        table = self._tables.get(handle) if isinstance(handle, KVHandle) else None
         if table is None or table.host_pages is not None:
             swapped = self._table(handle)  # or StaleHandleError
             raise RequestError(f"{swapped.request_id} is swapped out; swap it in before its pages are used")

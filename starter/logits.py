@@ -7,17 +7,25 @@ nothing else, so the numbers themselves become Python floats only where somebody
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
+
+
+class Choice(NamedTuple):
+    """A token, the logarithm of its probability by the model alone (temperature 1, nothing adjusted), and the
+    likeliest tokens with theirs, as many as were asked for; the chosen token is always among them."""
+
+    token: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 class Logits(Sequence[float]):
-    """``best`` is the likeliest token (of equals, the lowest number), ``logprob`` the logarithm of its probability.
-    ``row`` is the backend's own, with ``tolist``."""
+    """``greedy`` is the likeliest token, of equals the lowest number. ``row`` is the backend's own, with ``tolist``."""
 
-    __slots__ = ("_row", "best", "logprob")
+    __slots__ = ("_row", "greedy")
 
-    def __init__(self, best: int, logprob: float, row: Any) -> None:
-        self.best, self.logprob, self._row = best, logprob, row
+    def __init__(self, greedy: Choice, row: Any) -> None:
+        self.greedy, self._row = greedy, row
 
     def __len__(self) -> int:
         return len(self._row)

@@ -23,7 +23,7 @@ import dataclasses
 import json
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
@@ -157,9 +157,7 @@ class _Life:
 
     submitted: float
     prompt_tokens: int
-    first: float | None = None
-    last: float = 0.0
-    tokens: int = 0
+    first: float | None = None  # token, when
     running: bool = False
     admitted: bool = False  # once, at least
     forked: bool = False  # a further sample of a request
@@ -175,6 +173,9 @@ class MetricsCollector:
     prefix_sharing: bool = False
     model_name: str = ""
     lives: dict[str, _Life] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)  # when each of them had its last token, but for those of
+    latest: Set[str] = frozenset()  # a step: they had theirs together, at
+    latest_time: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     planned: dict[str, int] = field(default_factory=dict)  # what the last step adds to them, unless it is abandoned
     samples: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in BOUNDS if name != "itl"})
@@ -218,9 +219,9 @@ class MetricsCollector:
         self.counts["refused"] += 1
 
     def _on_step(self, event: Event) -> None:
-        self.counts["found"] += sum(event["found"].values())
-        self.counts["preemptions"] += len(event["preempted"])
         self.active.append(len(event["chunks"]))
+        for found in event["found"].values():
+            self.counts["found"] += found
         for request in event["admitted"]:
             life = self.lives[request]
             if not life.admitted:
@@ -229,10 +230,11 @@ class MetricsCollector:
             life.running = life.admitted = True
         for request in event["preempted"]:
             self.lives[request].running = False
+            self.counts["preemptions"] += 1
         self.planned = {"steps": 1, "computed": event["computed"]}
         if event["chunks"]:
-            self.planned |= {"scheduled": sum(count for _, _, count, _ in event["chunks"]), "offered": event["budget"],
-                             "empty_slots": event["empty_slots"], "busy_steps": 1}
+            self.planned |= {"scheduled": sum([count for _, _, count, _ in event["chunks"]]),
+                             "offered": event["budget"], "empty_slots": event["empty_slots"], "busy_steps": 1}
             self.peak_empty = max(self.peak_empty, event["empty_slots"])
         for name, number in self.planned.items():  # as Counter.update, without its checks
             self.counts[name] += number
@@ -248,45 +250,63 @@ class MetricsCollector:
         self.peak_pages = max(self.peak_pages, event["used_pages"])
 
     def _on_token(self, event: Event) -> None:
-        self.token(event["request"], event["time"])
+        self.tokens({event["request"]}, event["time"])
 
-    def token(self, request: str, time: float) -> None:
-        """The sequence of this name has a new token."""
-        life = self.lives[request]
+    def tokens(self, sequences: Set[str], time: float) -> None:
+        """Each of these has a new token. Most steps only decode: the same have one as in the step before."""
         self.now = time
-        self.counts["output_tokens"] += 1
-        if life.first is None:
-            life.first = time
-            if not life.forked:
-                self._sample("ttft", life.first - life.submitted)
-                self.counts["prefilled"] += life.prompt_tokens
+        self.counts["output_tokens"] += len(sequences)
+        if sequences == self.latest:
+            self.buckets["itl"][bisect_left(BOUNDS["itl"], time - self.latest_time)] += len(sequences)
         else:
-            self._count("itl", time - life.last)
-        life.last = time
-        life.tokens += 1
+            self._note_latest()
+            for sequence in sequences:
+                self._token(sequence, time)
+        self.latest, self.latest_time = sequences, time
+
+    def _note_latest(self) -> None:
+        self.last.update(dict.fromkeys(self.latest, self.latest_time))
+        self.latest = frozenset()
+
+    def _token(self, sequence: str, time: float) -> None:
+        if sequence in self.last:
+            self.buckets["itl"][bisect_left(BOUNDS["itl"], time - self.last[sequence])] += 1
+            return
+        life = self.lives[sequence]
+        life.first = time
+        if not life.forked:
+            self._sample("ttft", time - life.submitted)
+            self.counts["prefilled"] += life.prompt_tokens
 
     def _on_finish(self, event: Event) -> None:
+        self._note_latest()
         life = self.lives.pop(event["request"])
         self.counts[event["reason"]] += not life.forked
         if not life.forked:
             self._sample("e2e", event["time"] - life.submitted)
-        if life.first is not None and life.tokens >= 2:
-            self._sample("tpot", (life.last - life.first) / (life.tokens - 1))
+        if life.first is not None:
+            lasted = self.last.pop(event["request"]) - life.first
+            self.sums["itl"] += lasted  # all its times between tokens
+            if event["tokens"] >= 2:
+                self._sample("tpot", lasted / (event["tokens"] - 1))
 
     def _sample(self, name: str, seconds: float) -> None:
         self.samples[name].append(seconds)
         self._count(name, seconds)
 
     def _count(self, name: str, seconds: float) -> None:
-        """In the histogram, which is all that is kept of the many times between tokens."""
+        """In the histogram."""
         self.buckets[name][bisect_left(BOUNDS[name], seconds)] += 1
         self.sums[name] += seconds
 
     def snapshot(self) -> Metrics:
         """The metrics now. O(samples log samples)."""
+        self._note_latest()
         counts, busy = self.counts, self.counts["busy_steps"]
         elapsed = self.now - self.started if self.started is not None else 0.0
         running = sum(life.running for life in self.lives.values())
+        lasted = sum(self.last[name] - life.first for name, life in self.lives.items() if life.first is not None)
+        sums = self.sums | {"itl": self.sums["itl"] + lasted}
         return Metrics(
             submitted=counts["submitted"], refused=counts["refused"],
             finished={reason: counts[reason] for reason in FINISH_REASONS},
@@ -295,7 +315,7 @@ class MetricsCollector:
             computed_tokens=counts["computed"], found_tokens=counts["found"], elapsed_seconds=elapsed,
             tokens_per_second=counts["output_tokens"] / elapsed if elapsed > 0 else None,
             **{name: Summary.of(samples) for name, samples in self.samples.items()},
-            histograms={name: Histogram.of(bounds, self.buckets[name], self.sums[name])
+            histograms={name: Histogram.of(bounds, self.buckets[name], sums[name])
                         for name, bounds in BOUNDS.items()},
             batch_utilization=counts["scheduled"] / counts["offered"] if busy else None,
             active_requests=tuple(self.active), preemptions=counts["preemptions"],

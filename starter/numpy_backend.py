@@ -21,7 +21,7 @@ import numpy as np
 from .backend import KVBounds
 from .batch import Batch, Span
 from .int8_pages import cut_by_page
-from .logits import Logits
+from .logits import Choice, Logits
 from .numpy_attention import Group, Plan, Room, attend
 from .numpy_int8_pages import NumpyInt8KVStore
 from .numpy_matrices import PackedMatrix
@@ -139,7 +139,7 @@ class NumpyBackend:
         with np.errstate(invalid="ignore", over="ignore"):  # inf - inf, or numbers of which the sampler will complain
             above = np.exp(x - x[range(len(x)), best][:, None])                     # [wanted, vocab_size]
         logprobs = -np.log(above @ np.ones(x.shape[1], dtype=np.float32))
-        return [Logits(token, logprob, row) if isfinite(logprob) else row.tolist()
+        return [Logits(Choice(token, logprob), row) if isfinite(logprob) else row.tolist()
                 for token, logprob, row in zip(best.tolist(), logprobs.tolist(), x)]
 
     def to_lists(self, x: Any) -> list[list[float]]:

@@ -81,7 +81,7 @@ class PagePool:
     @property
     def used(self) -> int:
         """Pages with a user."""
-        return self.total - self.available
+        return len(self.refcounts) - len(self._free) - len(self._cached)
 
     @property
     def cached(self) -> tuple[int, ...]:
@@ -116,7 +116,7 @@ class PagePool:
 
     def require(self, number: int, for_whom: str, besides: Sequence[int] = ()) -> None:
         """OutOfPagesError unless so many pages can be taken and the pages ``besides`` be shared, too."""
-        available = self.available - sum(not self.refcounts[page] for page in besides)
+        available = self.available - sum([not self.refcounts[page] for page in besides])
         if number > available:
             raise OutOfPagesError(f"{for_whom} needs {number} pages, {available} of {self.total} are free; release a "
                                   f"handle, or try again later")

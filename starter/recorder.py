@@ -1,13 +1,13 @@
 """M6 · The engine's pen: it turns what happens into timeline events, and the timeline into metrics.
 
 While a step is being planned, the page manager and the faults already tell what they do; that is written after the
-step's own event, so that a timeline reads in the order of cause and effect. Everything else is written at once.
+step's own event, so that a timeline reads in the order of cause and effect. A step's tokens have one time and are
+written together, as far as nothing else happens between them. Everything else is written at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from .kv_cache import KVCacheManager
 from .metrics import Metrics, MetricsCollector
@@ -22,6 +22,8 @@ class Recorder:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.steps = 0
+        self.now = clock()  # the time of the last event
+        self.tokens: dict[str, TokenEvent] = {}  # the last ones, of sequences, that are not yet written
         self.timeline = Timeline()
         self._collector = MetricsCollector()
         self._held_back: list[tuple[str, Event]] | None = None  # while a step is being planned
@@ -48,10 +50,12 @@ class Recorder:
         else:
             self._held_back.append((event, fields))
 
-    def token(self, sequence_id: str, token: TokenEvent) -> None:
-        """A sample has a new token."""
-        self._collector.token(sequence_id, token.time)
-        self.timeline.token(token)
+    def write_tokens(self) -> None:
+        """Write ``tokens``, whose time is ``now``."""
+        if self.tokens:
+            tokens, self.tokens = self.tokens, {}
+            self._collector.tokens(tokens.keys(), self.now)
+            self.timeline.tokens(tokens.values())
 
     def submitted(self, request: Request) -> None:
         """A request was queued: all of it, what has its default aside."""
@@ -60,25 +64,23 @@ class Recorder:
         self.event("submit", request=fields.pop("request_id"),
                    **{key: value for key, value in fields.items() if key != "arrival"})  # that is the event's time
 
-    @contextmanager
-    def planning(self) -> Iterator[None]:
-        """Events in this block are written at its end, after the step that ``planned`` tells."""
+    def hold_back(self) -> None:
+        """A step is being planned: events wait until ``write_held_back``, after the step that ``planned`` tells."""
         self._held_back = []
-        try:
-            yield
-        finally:
-            held_back, self._held_back = self._held_back, None
-            for event, fields in held_back:
-                self._append(event, fields)
+
+    def write_held_back(self) -> None:
+        """Planning is over, however it ended."""
+        held_back, self._held_back = self._held_back or (), None
+        for event, fields in held_back:
+            self._append(event, fields)
 
     def planned(self, decision: ScheduleDecision, computed: int, kv: KVCacheManager) -> None:
         """A step was planned; ``computed`` positions will go through the decoder."""
         self._append("step", {
             "budget": decision.budget_tokens, "computed": computed,
-            "chunks": list(map(list, decision.chunks)),
-            "admitted": list(decision.admitted), "preempted": list(decision.preempted),
-            "waiting": list(decision.waiting), "running": list(decision.running), "reasons": dict(decision.reasons),
-            "found": dict(decision.found), "used_pages": kv.total_pages - kv.free_pages,
+            "chunks": decision.chunks, "admitted": decision.admitted, "preempted": decision.preempted,
+            "waiting": decision.waiting, "running": decision.running, "reasons": decision.reasons,
+            "found": decision.found, "used_pages": kv.used_pages,
             "empty_slots": kv.internal_fragmentation()})
         self._under_way = True
 
@@ -94,12 +96,15 @@ class Recorder:
         self.steps += 1
         if isinstance(self.clock, VirtualClock):
             self.clock.tick()
+        self.now = self.clock()
 
     def page_change(self, change: str, request_id: str, pages: tuple[int, ...], used_pages: int) -> None:
         """A block table changed."""
         self.event("pages", change=change, request=request_id, pages=list(pages), used_pages=used_pages)
 
     def _append(self, event: str, fields: Event) -> None:
-        entry = {"event": event, "step": self.steps, "time": self.clock(), **fields}
+        self.write_tokens()
+        self.now = self.clock()
+        entry = {"event": event, "step": self.steps, "time": self.now, **fields}
         self._collector.observe(entry)  # before any listener can fail, or ask
         self.timeline.append(entry)

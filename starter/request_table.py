@@ -54,8 +54,10 @@ class RequestTable:
             for token in request.prompt_tokens:  # the text goes on from the prompt's, which its reader knows
                 decoder.push(token)
             draws = Draws(request.sampling, request.request_id, number, self._seed)
-            stream.samples.append(Sample(stream, number, draws, decoder, StopStrings(request.sampling.stop),
-                                         list(request.prompt_tokens), started=number == 0))
+            stops = StopStrings(request.sampling.stop) if request.sampling.stop else None
+            stream.samples.append(Sample(stream, number, draws, decoder, stops, list(request.prompt_tokens),
+                                         started=number == 0))
+        stream.samples[0].others = stream.samples[1:]
         return stream
 
     def add(self, stream: RequestStream) -> None:

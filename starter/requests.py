@@ -212,7 +212,7 @@ class TokenEvent(NamedTuple):
     @property
     def sequence_id(self) -> str:
         """Of the sample, as the scheduler and the timeline know it."""
-        return sample_id(self.request_id, self.sample)
+        return sample_id(self.request_id, self.sample) if self.sample else self.request_id
 
 
 def sample_id(request_id: str, number: int) -> str:

@@ -23,20 +23,10 @@ from heapq import nsmallest
 from itertools import accumulate, repeat
 from math import exp, inf, isnan, log
 from operator import sub
-from typing import NamedTuple
 
 from .errors import BackendError
-from .logits import Logits
+from .logits import Choice, Logits
 from .schema import SamplingParams
-
-
-class Choice(NamedTuple):
-    """A token, the logarithm of its probability by the model alone (temperature 1, nothing adjusted), and the
-    likeliest tokens with theirs, as many as were asked for; the chosen token is always among them."""
-
-    token: int
-    logprob: float
-    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 class Draws:
@@ -66,9 +56,9 @@ def sample(logits: Sequence[float], params: SamplingParams, draws: Draws, prompt
 
     One number is drawn for every sampled token, none for a greedy one.
     """
+    if params.plain:
+        return greedy(logits)
     if isinstance(logits, Logits):
-        if params.plain:
-            return Choice(logits.best, logits.logprob)
         logits = list(logits)
     highest = _highest(logits, "the logits")
     adjusted = adjust(logits, params, prompt, generated, end_tokens)
@@ -76,6 +66,14 @@ def sample(logits: Sequence[float], params: SamplingParams, draws: Draws, prompt
     token = adjusted.index(best) if params.temperature == 0.0 else _draw(adjusted, best, params, draws)
     rest = _log_of_odds(logits, highest)
     return Choice(token, logits[token] - highest - rest, _top_logprobs(logits, highest, rest, token, params.logprobs))
+
+
+def greedy(logits: Sequence[float]) -> Choice:
+    """The likeliest token, of equals the one with the lowest number. O(V), if the backend has not found it yet."""
+    if isinstance(logits, Logits):
+        return logits.greedy
+    highest = _highest(logits, "the logits")
+    return Choice(logits.index(highest), -_log_of_odds(logits, highest))
 
 
 def _log_of_odds(logits: Sequence[float], highest: float) -> float:

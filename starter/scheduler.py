@@ -45,10 +45,11 @@ from heapq import nsmallest
 from operator import attrgetter
 
 from .block_tables import BlockTables
-from .decisions import Plan, ScheduledChunk, ScheduleDecision, counted
+from .decisions import Plan, Reasons, ScheduledChunk, ScheduleDecision, counted
 from .errors import CapacityError, DuplicateRequestError, OutOfPagesError, RequestError, UnknownRequestError
 from .kv_cache import KVCacheManager, KVHandle
 from .policies import AGING, POLICIES, Policy
+from .records import quick
 from .schema import Request
 from .sequences import Sequence, WaitingQueue
 
@@ -56,7 +57,8 @@ __all__ = ["BYPASS_LIMIT", "REFUSAL_LIMIT", "ContinuousBatchScheduler", "Schedul
 
 BYPASS_LIMIT = 8
 REFUSAL_LIMIT = 8
-_in_order = attrgetter("order")
+_order = attrgetter("order")
+_chunk = quick(ScheduledChunk)
 
 
 class ContinuousBatchScheduler:
@@ -84,7 +86,8 @@ class ContinuousBatchScheduler:
                                    tokens_of or (lambda request_id: self._live(request_id).request.prompt_tokens))
         self._waiting = WaitingQueue()
         self._running: dict[str, Sequence] = {}  # in order of admission
-        self._running_ids: tuple[str, ...] | None = ()  # None: changed since it was last told
+        self._running_ids: tuple[str, ...] | None = None  # the same; None: changed since it was last told
+        self._in_order: list[Sequence] | None = None  # in the policy's order; None: the same
         self._in_flight: list[Sequence] = []  # handed a chunk, which is not yet counted as computed
         self._finished: list[str] = []  # since the last decision
         self._failures: dict[str, str] = {}  # not yet taken
@@ -184,7 +187,7 @@ class ContinuousBatchScheduler:
         plan = Plan(self._steps, budget_tokens, budget_tokens)
         self._steps += 1
         if budget_tokens:
-            for sequence in sorted(self._running.values(), key=_in_order):
+            for sequence in self._tables.lacking(self._running_in_order()):
                 self._provide_pages(plan, sequence)  # before anything is scheduled: who has a chunk is not preempted
             decode_first = self.policy.decode_first or self._decode_overdue(plan)
             if decode_first:
@@ -197,14 +200,17 @@ class ContinuousBatchScheduler:
             for sequence in (*self._running.values(), *self._waiting.first(BYPASS_LIMIT)):
                 plan.reasons[sequence.id] = "waits: this step's budget is 0"
         finished, self._finished = tuple(self._finished), []
-        return ScheduleDecision(plan.step, plan.budget, tuple(plan.chunks), tuple(plan.admitted), tuple(plan.preempted),
-                                finished, self._waiting.ids, self._ids_running(), plan.reasons, plan.found)
+        chunks = tuple(plan.chunks)
+        return ScheduleDecision(plan.step, plan.budget, chunks, tuple(plan.admitted), tuple(plan.preempted), finished,
+                                self._waiting.ids, self._ids_running(), Reasons(plan.reasons, chunks, plan.decoding),
+                                plan.found)
 
     def complete_step(self) -> None:
         """Count what the last step handed out as computed: requests that reach max_tokens are finished. Idempotent."""
         in_flight, self._in_flight = self._in_flight, []
+        running = self._running
         for sequence in in_flight:
-            if self._running.get(sequence.id) is not sequence:
+            if running.get(sequence.id) is not sequence:
                 continue  # cancelled or failed meanwhile; the id may already belong to a newer request
             sequence.computed += sequence.scheduled
             try:
@@ -214,7 +220,7 @@ class ContinuousBatchScheduler:
                 continue
             if sequence.computed == sequence.known:
                 sequence.known += 1
-                if sequence.generated == sequence.request.max_tokens:
+                if sequence.known == sequence.end:
                     self.finish(sequence.id, "length")
 
     def abandon_step(self) -> None:
@@ -239,7 +245,7 @@ class ContinuousBatchScheduler:
                 return
             except OutOfPagesError as refusal:
                 if len(self._running) > 1 or not self._refused_too_often(sequence, refusal):
-                    self._preempt(plan, max(self._running.values(), key=_in_order), sequence)
+                    self._preempt(plan, self._running_in_order()[-1], sequence)
             except Exception as error:  # concerns this request alone; the others go on
                 self._fail(sequence, error)
 
@@ -330,11 +336,10 @@ class ContinuousBatchScheduler:
 
     def _plan_decodes(self, plan: Plan) -> None:
         """One token for each decoding request, the first in order first."""
-        decoding = [sequence for sequence in self._running.values()
+        decoding = [sequence for sequence in self._running_in_order()
                     if sequence.decoding and sequence.last_served != plan.step]
         served = _least_recently_served(decoding, plan.left)
-        for sequence in sorted(served, key=_in_order):
-            self._schedule(plan, sequence, 1, "decode")
+        self._hand_out(plan, served, 1, "decode")
         if len(served) < len(decoding):
             self._explain_turns(plan, decoding)
 
@@ -361,16 +366,23 @@ class ContinuousBatchScheduler:
 
     # ------------------------------------------------------------------------------------------- inside
 
-    def _schedule(self, plan: Plan, sequence: Sequence, count: int, phase: str) -> None:
-        start, end = sequence.computed, sequence.computed + count
-        plan.chunks.append(ScheduledChunk(sequence.id, start, count, phase))
-        plan.left -= count
-        sequence.last_served, sequence.scheduled = plan.step, count
-        self._in_flight.append(sequence)
+    def _hand_out(self, plan: Plan, sequences: list[Sequence], count: int, phase: str) -> None:
+        """A chunk of so many tokens for each of the sequences."""
+        plan.chunks += [_chunk((sequence.id, sequence.computed, count, phase)) for sequence in sequences]
+        plan.left -= count * len(sequences)
+        step = plan.step
+        for sequence in sequences:
+            sequence.last_served, sequence.scheduled = step, count
+        self._in_flight += sequences
         if phase == "decode":
-            plan.reasons[sequence.id] = (f"decodes position {start}: token {sequence.generated + 1} of at most "
-                                         f"{sequence.request.max_tokens}")
+            plan.decoding += sequences
+
+    def _schedule(self, plan: Plan, sequence: Sequence, count: int, phase: str) -> None:
+        """A chunk for one sequence, with its reason."""
+        self._hand_out(plan, [sequence], count, phase)
+        if phase == "decode":
             return
+        start, end = sequence.computed, sequence.computed + count
         admitted = "admitted; " if sequence.id in plan.admitted else ""
         left = f", {sequence.known - end} left for later steps (budget {plan.budget})" if end < sequence.known else ""
         plan.reasons[sequence.id] = f"{admitted}prefills positions {start} to {end - 1} of {sequence.known}{left}"
@@ -402,13 +414,18 @@ class ContinuousBatchScheduler:
             self._running_ids = tuple(self._running)
         return self._running_ids
 
+    def _running_in_order(self) -> list[Sequence]:
+        if self._in_order is None:
+            self._in_order = sorted(self._running.values(), key=_order)
+        return self._in_order
+
     def _run(self, sequence: Sequence) -> None:
         self._running[sequence.id] = sequence
-        self._running_ids = None
+        self._running_ids = self._in_order = None
 
     def _stop_running(self, sequence: Sequence) -> None:
         if self._running.pop(sequence.id, None):
-            self._running_ids = None
+            self._running_ids = self._in_order = None
 
     def _remove(self, sequence: Sequence) -> None:
         """Take a sequence out of every queue and give its pages back."""
@@ -429,10 +446,10 @@ class ContinuousBatchScheduler:
 
 
 def _least_recently_served(sequences: list[Sequence], number: int) -> list[Sequence]:
-    """At most ``number`` of the sequences, those that have waited longest for a chunk first."""
+    """At most ``number`` of the sequences, those that have waited longest for a chunk, in the policy's order."""
     if len(sequences) <= number:
-        return list(sequences)
-    return nsmallest(number, sequences, key=lambda sequence: (sequence.last_served, sequence.order))
+        return sequences
+    return sorted(nsmallest(number, sequences, key=lambda sequence: (sequence.last_served, sequence.order)), key=_order)
 
 
 def _held(blocked: Sequence | None) -> str:

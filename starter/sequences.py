@@ -28,10 +28,13 @@ class Sequence:
     refusals: int = 0  # times it got no pages although nothing else was running
     id: str = field(init=False)  # the request's
     prompt_length: int = field(init=False)
+    end: int = field(init=False)  # known tokens with which it is finished
+    room: int = 0  # slots that are known to be reserved
 
     def __post_init__(self) -> None:
         self.id = self.request.request_id
         self.known = self.prompt_length = len(self.request.prompt_tokens)
+        self.end = self.prompt_length + self.request.max_tokens
 
     @property
     def generated(self) -> int:

@@ -7,12 +7,17 @@ first has the request's id, the i-th the id "<request>#<i>". All share one queue
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .logits import Choice
+from .records import quick
 from .requests import Request, TokenEvent, sample_id
-from .sampling import Choice, Draws
+from .sampling import Draws
 from .stop_strings import StopStrings
 from .tokenizer import TextStream
+
+_token_event = quick(TokenEvent)
 
 
 @dataclass(frozen=True)
@@ -34,54 +39,63 @@ class Sample:
     number: int
     draws: Draws
     decoder: TextStream
-    stops: StopStrings
+    stops: StopStrings | None  # None: there are none to watch for
     tokens: list[int]  # the prompt and what was generated
     started: bool = False  # the first runs from submit on, the others when the prompt is computed
+    others: Sequence[Sample] = ()  # of the first one: those that start with it, once the prompt is computed
     withheld: int = 0  # tokens generated, but not read before a cancel
     finish_reason: str | None = None
     id: str = field(init=False)  # the sequence's
+    request_id: str = field(init=False)  # this and the next are the request's, kept here for every token to ask
+    prompt_length: int = field(init=False)
+    max_tokens: int = field(init=False)
+    plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.id = sample_id(self.stream.request.request_id, self.number)
+        request = self.stream.request
+        self.request_id, self.id = request.request_id, sample_id(request.request_id, self.number)
+        self.prompt_length, self.max_tokens = len(request.prompt_tokens), request.max_tokens
+        self.plain = request.sampling.plain
 
     @property
     def generated(self) -> int:
         """Tokens generated so far."""
-        return len(self.tokens) - len(self.stream.request.prompt_tokens)
+        return len(self.tokens) - self.prompt_length
 
     def add(self, choice: Choice, ends: bool, step: int, time: float) -> TokenEvent:
         """Append a generated token. ``ends``: it is an end or stop token. Decides whether the sample is finished."""
-        request, token = self.stream.request, choice.token
-        index = len(self.tokens) - len(request.prompt_tokens)
+        token, index = choice.token, len(self.tokens) - self.prompt_length
         self.tokens.append(token)
-        self.draws.accept()
         text, stopped = self.decoder.push(token), False
-        if index >= request.sampling.min_tokens:
+        if not self.plain:
+            self.draws.accept()
+        if self.stops and index >= self.stream.request.sampling.min_tokens:
             text, stopped = self.stops.push(text)
-        reason = "stop" if ends or stopped else "length" if index + 1 == request.max_tokens else None
+        reason = "stop" if ends or stopped else "length" if index + 1 == self.max_tokens else None
         if reason and not stopped:
             text += self._rest()
-        event = TokenEvent(request.request_id, index, token, text, step, time, choice.logprob, reason, None,
-                           self.number, choice.top_logprobs)
-        self._append(event)
+        event = _token_event((self.request_id, index, token, text, step, time, choice.logprob, reason, None,
+                              self.number, choice.top_logprobs))
+        self.stream.events.append(event)
+        self.finish_reason = reason
         return event
 
     def end(self, reason: str, error: str | None, step: int, time: float) -> TokenEvent:
         """Append the end of a sample that ends without a token; its index is the next one its reader expects."""
         text = "" if reason == "cancelled" else self._rest()
-        event = TokenEvent(self.stream.request.request_id, self.generated - self.withheld, None, text, step, time, None,
+        event = TokenEvent(self.request_id, self.generated - self.withheld, None, text, step, time, None,
                            reason, error, self.number)
-        self._append(event)
+        self.stream.events.append(event)
+        self.finish_reason = reason
         return event
 
     def _rest(self) -> str:
         """Text held back: an incomplete character, or what might have become a stop string."""
-        text, stopped = self.stops.push(self.decoder.finish())
+        rest = self.decoder.finish()
+        if not self.stops:
+            return rest
+        text, stopped = self.stops.push(rest)
         return text if stopped else text + self.stops.finish()
-
-    def _append(self, event: TokenEvent) -> None:
-        self.stream.events.append(event)
-        self.finish_reason = event.finish_reason
 
 
 @dataclass(eq=False, slots=True)
@@ -100,12 +114,6 @@ class RequestStream:
         if None in reasons:
             return None
         return next((reason for reason in ("cancelled", "error") if reason in reasons), reasons[-1])
-
-    def due(self, first: Sample) -> list[Sample]:
-        """Whose token a row of ``first`` yields: its own and, after the prompt, all that have not started."""
-        if len(self.samples) == 1:
-            return self.samples
-        return [sample for sample in self.samples if sample is first or not sample.started]
 
     @property
     def drained(self) -> bool:

@@ -46,7 +46,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
@@ -93,8 +93,8 @@ class Timeline:
 
     def __init__(self, keep: int = KEPT_EVENTS) -> None:
         self.header: Event = {}
-        self._events: deque[Event | TokenEvent] = deque(maxlen=keep)  # a token becomes an event when it is looked at
-        self._listeners: list[Callable[[Event], None]] = []
+        self._events: deque[Event | TokenEvent] = deque(maxlen=keep)  # as they came: see _event
+        self.listeners: list[Callable[[Event], None]] = []
         self._lock = RLock()  # what is appended while a listener is given the past comes to it afterwards
         self.troubles: list[Exception] = []  # of listeners that failed, and were let go
         self.recorded = 0
@@ -115,17 +115,17 @@ class Timeline:
     @property
     def events(self) -> tuple[Event, ...]:
         """The events kept in memory, oldest first; made for the call, O(events)."""
-        return tuple(entry if isinstance(entry, dict) else _token(entry) for entry in tuple(self._events))
+        return tuple(map(_event, tuple(self._events)))
 
     def listen(self, listener: Callable[[Event], None]) -> None:
         """Call ``listener`` with every event from now on, in the middle of what happens: it may look at the engine and,
         hearing of a token, cancel a request, but do nothing else to it."""
-        self._listeners.append(listener)
+        self.listeners.append(listener)
 
     def _let_go(self, listener: Callable[[Event], None]) -> None:
         with self._lock:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
+            if listener in self.listeners:
+                self.listeners.remove(listener)
 
     def append(self, event: Event) -> None:
         """Append an event and tell the listeners."""
@@ -134,20 +134,22 @@ class Timeline:
         with self._lock:
             self._events.append(event)
             self.recorded += 1
-            self._tell(event)
+            if self.listeners:
+                self._tell(_event(event))
 
-    def token(self, token: TokenEvent) -> None:
-        """Append a token, much as its reader gets it: most events are tokens, so nothing more is made of them here."""
-        if token.top_logprobs:  # no part of the event, and as long as the vocabulary where all are asked for
-            token = token._replace(top_logprobs=())
+    def tokens(self, tokens: Iterable[TokenEvent]) -> None:
+        """Append tokens, much as their readers get them: most events are tokens, so nothing more is made of them here.
+        Without top_logprobs, which are no part of the event, and as long as the vocabulary where all are asked for."""
+        kept = [token._replace(top_logprobs=()) if token.top_logprobs else token for token in tokens]
         with self._lock:
-            self._events.append(token)
-            self.recorded += 1
-            if self._listeners:
-                self._tell(_token(token))
+            self._events.extend(kept)
+            self.recorded += len(kept)
+            if self.listeners:
+                for token in kept:
+                    self._tell(_event(token))
 
     def _tell(self, event: Event) -> None:
-        for listener in tuple(self._listeners):
+        for listener in tuple(self.listeners):
             try:
                 listener(event)
             except Exception as error:  # a full disk, say: kept until a caller can be told without losing a step
@@ -179,9 +181,17 @@ class Timeline:
                 self._let_go(write)
 
 
-def _token(token: TokenEvent) -> Event:
-    return {"event": "token", "step": token.step + 1, "time": token.time, "request": token.sequence_id,
-            "index": token.index, "token": token.token, "text": token.text}
+def _event(entry: Event | TokenEvent) -> Event:
+    """An entry as it is told. Tokens and steps come as they are elsewhere, and nearly all entries are one or the other:
+    what it takes to make plain lists and dictionaries of them is spent when somebody looks."""
+    if isinstance(entry, TokenEvent):
+        return {"event": "token", "step": entry.step + 1, "time": entry.time, "request": entry.sequence_id,
+                "index": entry.index, "token": entry.token, "text": entry.text}
+    if entry["event"] != "step":
+        return entry
+    names = {key: list(entry[key]) for key in ("admitted", "preempted", "waiting", "running")}
+    maps = {key: dict(entry[key]) for key in ("reasons", "found")}
+    return {**entry, "chunks": list(map(list, entry["chunks"])), **names, **maps}
 
 
 def _open_to_write(path: str | Path) -> TextIO:

@@ -14,8 +14,8 @@ a character is complete, so that what a reader has seen is never taken back, rep
 from __future__ import annotations
 
 import struct
-from codecs import getincrementaldecoder
-from collections.abc import Callable, Sequence
+from codecs import utf_8_decode
+from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
 from math import isfinite
 from pathlib import Path
@@ -57,21 +57,44 @@ class TextStream:
     the space that is silent after the beginning of the sequence, comes out right.
     """
 
-    def __init__(self, piece: Callable[[int | None, int], bytes]) -> None:
-        """``piece(previous, token)`` -> the bytes that the token adds after the previous one."""
-        self._piece = piece
+    __slots__ = ("_before_text", "_begun", "_opening", "_previous", "_shown")
+
+    def __init__(self, shown: Sequence[str | bytes], opening: Sequence[str | bytes] = (),
+                 before_text: Collection[int | None] = ()) -> None:
+        """``shown[token]`` is what a token adds, ``text_or_bytes`` of it; after those of ``before_text`` (None: nothing
+        comes before the first token), where a text begins, it is ``opening[token]``."""
+        self._shown, self._opening, self._before_text = shown, opening, before_text
         self._previous: int | None = None
-        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
+        self._begun = b""  # of a character that is not complete
 
     def push(self, token: int) -> str:
         """The text that is certain with this token: no part of a character, perhaps nothing."""
-        added = self._piece(self._previous, token)
+        pieces = self._opening if self._previous in self._before_text else self._shown
+        if not 0 <= token < len(pieces):
+            raise RequestError(f"token {token} is outside the vocabulary; allowed: 0 to {len(pieces) - 1}")
         self._previous = token
-        return self._decoder.decode(added)
+        piece = pieces[token]
+        if isinstance(piece, str):
+            if not self._begun:  # as nearly always
+                return piece
+            piece = piece.encode()
+        added = self._begun + piece
+        text, used = utf_8_decode(added, "replace")  # as far as characters are complete
+        self._begun = added[used:]
+        return text
 
     def finish(self) -> str:
         """What was held back: "" or, for bytes that never became a character, U+FFFD."""
-        return self._decoder.decode(b"", final=True)
+        begun, self._begun = self._begun, b""
+        return begun.decode(errors="replace")
+
+
+def text_or_bytes(piece: bytes) -> str | bytes:
+    """A text, if these bytes are whole characters."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return piece
 
 
 def _text_start(text: str, bos_name: str) -> int:
@@ -88,20 +111,15 @@ def _text_start(text: str, bos_name: str) -> int:
     return start
 
 
-def _check_token(token: int, vocab_size: int) -> None:
-    if not 0 <= token < vocab_size:
-        raise RequestError(f"token {token} is outside the vocabulary; allowed: 0 to {vocab_size - 1}")
-
-
 class CharacterTokenizer(Tokenizer):
     """One token a character; the specials' tokens come first and decode to nothing."""
 
     def __init__(self, vocabulary: CharacterVocabulary, bos_token: int | None = None,
                  eos_tokens: Sequence[int] = ()) -> None:
         self.bos_token, self.eos_tokens = bos_token, tuple(eos_tokens)
-        self._texts = [""] * len(vocabulary.specials) + list(vocabulary.characters)
+        self._shown = [""] * len(vocabulary.specials) + list(vocabulary.characters)
         self._tokens = {c: i for i, c in enumerate(vocabulary.characters, start=len(vocabulary.specials))}
-        self.vocab_size = len(self._texts)
+        self.vocab_size = len(self._shown)
         names = dict(enumerate(vocabulary.specials))
         self._bos_name = "" if bos_token is None else names.get(bos_token, "")
 
@@ -116,11 +134,7 @@ class CharacterTokenizer(Tokenizer):
         return tokens
 
     def stream(self) -> TextStream:
-        return TextStream(self._piece)
-
-    def _piece(self, previous: int | None, token: int) -> bytes:
-        _check_token(token, self.vocab_size)
-        return self._texts[token].encode()
+        return TextStream(self._shown)
 
 
 class Llama2cTokenizer(Tokenizer):
@@ -149,7 +163,10 @@ class Llama2cTokenizer(Tokenizer):
         self._tokens = {piece: token for piece, token in first.items() if token not in reserved}
         self._bos_name = pieces[BOS].decode("utf-8", "replace").strip()
         meaning = {name: bytes([byte]) for byte, name in enumerate(names)}
-        self._shown = [b"" if token in (BOS, EOS) else meaning.get(piece, piece) for token, piece in enumerate(pieces)]
+        shown = [b"" if token in (BOS, EOS) else meaning.get(piece, piece) for token, piece in enumerate(pieces)]
+        self._shown = list(map(text_or_bytes, shown))
+        self._opening = [text_or_bytes(added[1:] if piece.startswith(b" ") else added)  # that space is encode's own
+                         for piece, added in zip(pieces, shown)]
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         """As ``Tokenizer.encode``: a space, then the characters, then merges. O(n log n) in the length of the text."""
@@ -198,13 +215,7 @@ class Llama2cTokenizer(Tokenizer):
         return [token for token in tokens if token >= 0]
 
     def stream(self) -> TextStream:
-        return TextStream(self._piece)
-
-    def _piece(self, previous: int | None, token: int) -> bytes:
-        _check_token(token, self.vocab_size)
-        if previous == BOS and self._pieces[token].startswith(b" "):  # the space that encode put before the text
-            return self._shown[token][1:]
-        return self._shown[token]
+        return TextStream(self._shown, self._opening, (BOS,))
 
 
 def read_llama2c_tokenizer(path: str | Path, vocab_size: int) -> Llama2cTokenizer:

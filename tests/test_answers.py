@@ -42,39 +42,41 @@ class AnswersTest(unittest.TestCase):
 
     def test_a_row_becomes_a_token_of_its_stream(self) -> None:
         sample = self.started("a")
-        [choice] = outcome = self.answers.choose(sample, ROW)
-        self.answers.settle({sample: outcome})
+        choices, failures = self.answers.choose({sample: ROW})
+        [choice] = choices.values()
+        self.answers.settle(choices, failures)
         [event] = sample.stream.events
         self.assertEqual((choice.token, event.token, event.index, event.finish_reason), (1, 1, 0, None))
         self.assertEqual(self.events("token"), ["a"])
 
     def test_after_the_prompt_one_choice_for_each_sample(self) -> None:
         sample = self.started("a", n=3, temperature=1.0, seed=1)
-        outcome = self.answers.choose(sample, ROW)
-        self.assertEqual(len(outcome), 3)
-        self.answers.settle({sample: outcome})
+        choices, failures = self.answers.choose({sample: ROW})
+        self.assertEqual([each.number for each in choices], [0, 1, 2])
+        self.answers.settle(choices, failures)
         self.assertEqual(len(self.events("fork")), 2)
-        self.assertEqual(len(self.answers.choose(sample, ROW)), 1)
+        self.assertEqual(list(self.answers.choose({sample: ROW})[0]), [sample])
 
     def test_choosing_again_chooses_the_same(self) -> None:
         """As after an interrupted step: what was not settled has used up no random number."""
         sample = self.started("a", temperature=1.5, seed=2)
         flat = [0.0] * CONFIG.vocab_size
-        self.assertEqual(*(self.answers.choose(sample, flat) for _ in range(2)))
+        self.assertEqual(*(self.answers.choose({sample: flat}) for _ in range(2)))
 
     def test_an_end_token_ends_the_request(self) -> None:
         sample = self.started("a")
         row = list(ROW)
         row[END] = 9.0
-        self.answers.settle({sample: self.answers.choose(sample, row)})
+        self.answers.settle(*self.answers.choose({sample: row}))
         self.assertEqual((sample.finish_reason, self.table.samples, self.scheduler.idle), ("stop", {}, True))
         self.assertEqual(self.events("finish"), ["a"])
 
     def test_what_is_wrong_with_a_row_concerns_its_request_alone(self) -> None:
         bad, good = self.started("bad"), self.started("good")
-        outcomes = {bad: self.answers.choose(bad, [nan, *ROW[1:]]), good: self.answers.choose(good, ROW)}
-        self.assertIsInstance(outcomes[bad], BackendError)
-        self.answers.settle(outcomes)
+        choices, failures = self.answers.choose({bad: [nan, *ROW[1:]], good: ROW})
+        self.assertEqual((list(choices), list(failures)), ([good], [bad]))
+        self.assertIsInstance(failures[bad], BackendError)
+        self.answers.settle(choices, failures)
         [event] = bad.stream.events
         self.assertEqual((event.token, event.finish_reason), (None, "error"))
         self.assertIn("NaN", event.error)
@@ -83,8 +85,9 @@ class AnswersTest(unittest.TestCase):
 
     def test_a_failed_computation_is_passed_on(self) -> None:
         sample, failure = self.started("a"), OSError("no luck")
-        self.assertIs(self.answers.choose(sample, failure), failure)
-        self.answers.settle({sample: failure})
+        outcomes = self.answers.choose({sample: failure})
+        self.assertEqual(outcomes, ({}, {sample: failure}))
+        self.answers.settle(*outcomes)
         self.assertEqual(sample.stream.events[-1].error, "OSError: no luck")
 
 

@@ -71,12 +71,42 @@ class BlockTablesTest(unittest.TestCase):
         tables.close(mine)
         kv.check()
 
+    def test_who_may_have_to_reserve(self) -> None:
+        """Whoever outgrows its pages or has lost them; everybody, while a page is shared that might be written."""
+        kv = KVCacheManager(9, 2, host_pages=3)
+        tables, mine, other = BlockTables(kv, True, lambda name: [1] * 5), sequence("r"), sequence("other")
+        for each in (mine, other):
+            tables.open(each)
+            tables.reserve(each)
+        self.assertEqual(tables.lacking([mine, other]), [])
+        mine.known = 6
+        self.assertEqual(tables.lacking([mine, other]), [])
+        mine.known = 7
+        self.assertEqual(tables.lacking([mine, other]), [mine])
+        tables.reserve(mine)
+        self.assertEqual(tables.lacking([mine, other]), [])
+        mine.computed = 5
+        tables.fill(mine)
+        outside = kv.fork(mine.handle, "outside")
+        self.assertEqual(tables.lacking([mine, other]), [mine, other])
+        kv.release(outside)
+        kv.release(other.handle)
+        self.assertEqual(tables.lacking([mine, other]), [other])
+        self.assertTrue(tables.swap_out(mine))
+        mine.known = 5
+        tables.open(mine)
+        self.assertEqual(tables.lacking([mine]), [mine])  # it has fewer pages than before
+        tables.reserve(mine)
+        tables.close(mine)
+        self.assertEqual(mine.room, 0)
+
     def test_without_pages(self) -> None:
         tables, mine = BlockTables(None, True, lambda name: []), sequence("r")
         for call in (tables.open, tables.reserve, tables.fill, tables.close):
             call(mine)
         tables.fork(mine, sequence("s"))
         self.assertEqual((tables.swap_out(mine), tables.page_count(mine), mine.handle), (False, 0, None))
+        self.assertEqual(tables.lacking([mine]), [])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import unittest
 
 from starter.decisions import ScheduledChunk, ScheduleDecision, counted
+from starter.scheduler import ContinuousBatchScheduler
+from starter.schema import Request
 
 
 class DecisionsTest(unittest.TestCase):
@@ -12,6 +14,21 @@ class DecisionsTest(unittest.TestCase):
         chunks = (ScheduledChunk("a", 0, 5, "prefill"), ScheduledChunk("b", 9, 1, "decode"))
         self.assertEqual(ScheduleDecision(0, 8, chunks, (), (), (), (), (), {}).scheduled_tokens, 6)
         self.assertEqual(ScheduleDecision(0, 8, (), (), (), (), (), (), {}).scheduled_tokens, 0)
+
+    def test_reasons_of_decodes_are_those_that_a_scheduler_would_have_written(self) -> None:
+        scheduler = ContinuousBatchScheduler()
+        for name, prompt in (("a", 2), ("b", 5), ("c", 3)):
+            scheduler.submit(Request(name, (1,) * prompt, 4))
+        decisions = [scheduler.step(6) for _ in range(6)]  # looked at afterwards: they do not change any more
+        told = [decision.reasons.get("a") for decision in decisions]
+        self.assertEqual(told[1:4], [f"decodes position {i + 1}: token {i + 1} of at most 4" for i in (1, 2, 3)])
+        for decision in decisions:
+            reasons = decision.reasons
+            self.assertEqual((len(reasons), dict(reasons), repr(reasons)),
+                             (len(list(reasons)), dict(reasons.items()), repr(dict(reasons))))
+            self.assertLessEqual({chunk.request_id for chunk in decision.chunks}, set(reasons))
+            self.assertNotIn("z", reasons)
+            self.assertRaises(KeyError, reasons.__getitem__, "z")
 
     def test_counted(self) -> None:
         self.assertEqual([counted(n, "page") for n in (0, 1, 2)], ["0 pages", "1 page", "2 pages"])

@@ -587,7 +587,7 @@ class StaleHandles(unittest.TestCase):
     def test_foreign_and_made_up_handles(self) -> None:
         mine, other = KVCacheManager(4, 4), KVCacheManager(4, 4)
         mine.allocate("r", 4)
-        for foreign in (other.allocate("r", 4), KVHandle("r", -1), KVHandle("r", 0), None, 0, "r"):
+        for foreign in (other.allocate("r", 4), KVHandle("r"), None, 0, "r", []):
             with self.subTest(handle=foreign):
                 for use in (mine.length, mine.pages, mine.release, lambda h: mine.read(h, 0)):
                     self.assertRaises(StaleHandleError, use, foreign)

@@ -7,9 +7,9 @@ import unittest
 from array import array
 from math import exp, fsum, inf, log, nan
 
-from starter.logits import Logits
+from starter.logits import Choice, Logits
 from starter.requests import SamplingParams
-from starter.sampling import Draws, sample
+from starter.sampling import Draws, greedy, sample
 from tests.extras import needs
 
 NUMBERS = array("f", [0.5, 3.0, -1.0, 2.5])
@@ -22,17 +22,18 @@ class Untouchable:
 
 class LogitsTest(unittest.TestCase):
     def test_it_is_the_sequence_of_its_numbers(self) -> None:
-        row = Logits(1, -0.5, NUMBERS)
+        row = Logits(Choice(1, -0.5), NUMBERS)
         self.assertEqual((len(row), list(row), row), (4, [0.5, 3.0, -1.0, 2.5], [0.5, 3.0, -1.0, 2.5]))
         self.assertNotEqual(row, [0.5, 3.0, -1.0, 2.0])
 
     def test_greedy_sampling_reads_no_number(self) -> None:
-        choice = sample(Logits(1, -0.5, Untouchable()), SamplingParams(), Draws(SamplingParams(), "r", 0, 1))
-        self.assertEqual((choice.token, choice.logprob), (1, -0.5))
+        row = Logits(Choice(1, -0.5), Untouchable())
+        self.assertEqual(greedy(row), Choice(1, -0.5))
+        self.assertEqual(sample(row, SamplingParams(), Draws(SamplingParams(), "r", 0, 1)), Choice(1, -0.5))
 
     def test_what_needs_the_numbers_gets_them(self) -> None:
         """A best token that is wrong on purpose: whoever reads the numbers finds the right one."""
-        wrong = Logits(0, 0.0, NUMBERS)
+        wrong = Logits(Choice(0, 0.0), NUMBERS)
         for params in (SamplingParams(logprobs=2), SamplingParams(logit_bias={2: 0.5}), SamplingParams(min_tokens=1),
                        SamplingParams(repetition_penalty=1.1), SamplingParams(presence_penalty=0.1),
                        SamplingParams(frequency_penalty=0.1), SamplingParams(temperature=1e-9)):
@@ -59,11 +60,11 @@ class NumpyTest(unittest.TestCase):
                 for row, found in zip(numbers, self.rows(numbers), strict=True):
                     assert isinstance(found, Logits)
                     highest = max(row)
-                    self.assertEqual(found.best, row.index(highest))
-                    self.assertAlmostEqual(found.logprob, -log(fsum(exp(x - highest) for x in row)), places=5)
+                    self.assertEqual(found.greedy.token, row.index(highest))
+                    self.assertAlmostEqual(found.greedy.logprob, -log(fsum(exp(x - highest) for x in row)), places=5)
 
     def test_of_equals_the_first(self) -> None:
-        self.assertEqual([row.best for row in self.rows([[1.0, 2.0, 2.0], [0.0, 0.0, 0.0]])  # type: ignore[attr-defined]
+        self.assertEqual([row.greedy.token for row in self.rows([[1.0, 2.0, 2.0], [0.0, 0.0, 0.0]])  # type: ignore[attr-defined]
                           ], [1, 0])
 
     def test_what_has_no_likeliest_token_stays_a_list(self) -> None:
@@ -71,11 +72,11 @@ class NumpyTest(unittest.TestCase):
         for poison in (nan, inf):
             spoilt, good = self.rows([[0.0, poison, 1.0], [0.0, 2.0, 1.0]])
             self.assertIsInstance(spoilt, list)
-            self.assertEqual(good.best, 1)  # type: ignore[attr-defined]
+            self.assertEqual(good.greedy.token, 1)  # type: ignore[attr-defined]
 
     def test_a_token_of_probability_0_disturbs_nobody(self) -> None:
         [row] = self.rows([[-inf, 0.0, 0.0]])
-        self.assertAlmostEqual(row.logprob, -log(2), places=6)  # type: ignore[attr-defined]
+        self.assertAlmostEqual(row.greedy.logprob, -log(2), places=6)  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -44,8 +44,8 @@ def tokens(request: str, *times: float) -> list[Event]:
     return [event("token", time, request, index=i, token=0) for i, time in enumerate(times)]
 
 
-def finish(time: float, request: str = "a", reason: str = "length") -> Event:
-    return event("finish", time, request, reason=reason)
+def finish(time: float, request: str = "a", reason: str = "length", generated: int = 0) -> Event:
+    return event("finish", time, request, reason=reason, tokens=generated)
 
 
 class SummaryTest(unittest.TestCase):
@@ -83,7 +83,7 @@ class TimesTest(unittest.TestCase):
         first, *later = tokens("a", 2.0, 9.0, 10.0)
         metrics = Metrics.of([HEADER, submit(0.5), step(1.0, {"a": 3}, admitted="a"), first,
                               step(3.0, {}, preempted="a"), step(5.0, {"a": 2}, admitted="a"),
-                              step(6.0, {"a": 2}), *later, finish(10.0)])
+                              step(6.0, {"a": 2}), *later, finish(10.0, generated=3)])
         self.assertEqual(metrics.ttft, Summary(1, 1.5, 1.5, 1.5, 1.5, 1.5))
         self.assertEqual(metrics.tpot, Summary(1, 4.0, 4.0, 4.0, 4.0, 4.0))  # (10 - 2) / 2
         self.assertEqual((metrics.preemptions, metrics.output_tokens, metrics.computed_tokens), (1, 3, 7))
@@ -93,14 +93,14 @@ class TimesTest(unittest.TestCase):
         events = [HEADER, *(submit(0.0, name) for name in "abcde"), *tokens("b", 1.0), *tokens("c", 1.0, 3.0),
                   *tokens("d", 1.0, 2.0, 2.5, 7.0), *tokens("e", 1.0, 2.0)]
         self.assertEqual(Metrics.of(events).tpot, Summary())  # nobody has ended
-        short = [*events, finish(8.0, "a"), finish(8.0, "b")]
+        short = [*events, finish(8.0, "a"), finish(8.0, "b", generated=1)]
         self.assertEqual(Metrics.of(short).tpot, Summary())
-        metrics = Metrics.of([*short, finish(8.0, "c", "cancelled"), finish(8.0, "d")])
+        metrics = Metrics.of([*short, finish(8.0, "c", "cancelled", 2), finish(8.0, "d", generated=4)])
         self.assertEqual(metrics.tpot, Summary(2, 2.0, 2.0, 2.0, 2.0, 2.0))  # (3 - 1) / 1 and (7 - 1) / 3
 
     def test_elapsed_from_the_first_submit_to_the_last_event(self) -> None:
         events = [{**HEADER, "time": 3.0}, submit(5.0), submit(6.0, "b"), *tokens("a", 7.0, 8.0, 9.0)]
-        metrics = Metrics.of([*events, finish(11.0)])
+        metrics = Metrics.of([*events, finish(11.0, generated=3)])
         self.assertEqual((metrics.elapsed_seconds, metrics.tokens_per_second), (6.0, 0.5))
         for begun in ([], events[:1], events[:2]):
             self.assertEqual((Metrics.of(begun).elapsed_seconds, Metrics.of(begun).tokens_per_second), (0.0, None))
@@ -127,7 +127,8 @@ class TimesTest(unittest.TestCase):
         """It has tokens and their times, but no first token of its own, and ends no request."""
         fork = event("fork", 2.0, "a#1", parent="a")
         metrics = Metrics.of([HEADER, submit(0.0), step(0.0, {"a": 3}, admitted="a"), fork, *tokens("a", 2.0, 3.0),
-                              *tokens("a#1", 2.0, 5.0), finish(3.0), finish(5.0, "a#1", "stop")])
+                              *tokens("a#1", 2.0, 5.0), finish(3.0, generated=2),
+                              finish(5.0, "a#1", "stop", 2)])
         self.assertEqual((metrics.submitted, metrics.output_tokens, sum(metrics.finished.values())), (1, 4, 1))
         self.assertEqual((metrics.ttft.count, metrics.tpot), (1, Summary(2, 2.0, 1.0, 3.0, 3.0, 3.0)))
 

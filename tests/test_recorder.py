@@ -7,7 +7,7 @@ import unittest
 from starter.kv_cache import KVCacheManager
 from starter.recorder import Recorder
 from starter.scheduler import ContinuousBatchScheduler
-from starter.schema import Request
+from starter.schema import Request, TokenEvent
 from starter.timeline import VirtualClock
 
 
@@ -34,9 +34,10 @@ class RecorderTest(unittest.TestCase):
         request = Request("r", (1, 2, 3), 1)
         scheduler.submit(request)
         self.recorder.submitted(request)
-        with self.recorder.planning():
-            decision = scheduler.step(8)
-            self.recorder.planned(decision, decision.scheduled_tokens, kv)
+        self.recorder.hold_back()
+        decision = scheduler.step(8)
+        self.recorder.planned(decision, decision.scheduled_tokens, kv)
+        self.recorder.write_held_back()
         scheduler.finish("r", "stop")
         self.recorder.event("note")
         self.assertEqual(self.kinds(), ["header", "submit", "step", "pages", "pages", "note"])
@@ -46,17 +47,18 @@ class RecorderTest(unittest.TestCase):
         self.assertEqual((release["change"], release["used_pages"]), ("release", 0))
 
     def test_a_plan_that_fails_still_tells_what_it_has_changed(self) -> None:
-        with self.assertRaises(KeyboardInterrupt), self.recorder.planning():
-            self.recorder.page_change("allocate", "r", (1, 2), 2)
-            self.assertEqual(self.kinds(), ["header"])
-            raise KeyboardInterrupt
+        self.recorder.hold_back()
+        self.recorder.page_change("allocate", "r", (1, 2), 2)
+        self.assertEqual(self.kinds(), ["header"])
+        self.recorder.write_held_back()
         self.recorder.event("note")
         self.assertEqual(self.kinds(), ["header", "pages", "note"])
 
     def test_a_step_is_abandoned_once_and_only_if_its_plan_was_told_and_it_was_not_completed(self) -> None:
         def plan() -> None:
-            with self.recorder.planning():
-                self.recorder.planned(ContinuousBatchScheduler().step(8), 0, KVCacheManager(4, 2))
+            self.recorder.hold_back()
+            self.recorder.planned(ContinuousBatchScheduler().step(8), 0, KVCacheManager(4, 2))
+            self.recorder.write_held_back()
 
         self.recorder.abandoned()
         plan()
@@ -81,6 +83,23 @@ class RecorderTest(unittest.TestCase):
         self.recorder.timeline.listen(lambda event: found.append(self.recorder.metrics().submitted))
         self.recorder.event("submit", request="r", prompt_tokens=[1], max_tokens=2)
         self.assertEqual(found, [1])
+
+    def test_tokens_are_told_together_before_what_comes_next(self) -> None:
+        clock = iter(range(100))
+        self.recorder = Recorder(lambda: float(next(clock)))
+        for name in "ab":
+            self.recorder.event("submit", request=name, prompt_tokens=[1], max_tokens=2)
+        self.recorder.step_completed()
+        for name in "ab":
+            self.recorder.tokens[name] = TokenEvent(name, 0, 5, "x", 0, self.recorder.now)
+        self.assertEqual((self.kinds(), self.recorder.metrics().output_tokens), (["submit", "submit"], 0))
+        self.recorder.event("finish", request="a", reason="stop", tokens=1)
+        self.recorder.write_tokens()  # there are none left
+        self.assertEqual(self.kinds(), ["submit", "submit", "token", "token", "finish"])
+        times = [event["time"] for event in self.recorder.timeline]
+        self.assertEqual((times, times[2]), (sorted(times), times[3]))
+        self.assertEqual(self.recorder.metrics().output_tokens, 2)
+        self.assertEqual(self.recorder.metrics().elapsed_seconds, times[-1] - times[0])
 
     def test_a_listener_that_fails_is_let_go_and_its_error_told_later(self) -> None:
         heard = []

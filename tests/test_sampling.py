@@ -8,7 +8,8 @@ from itertools import pairwise
 from math import exp, fsum, inf, log, nan
 
 from starter.errors import BackendError, RequestError
-from starter.sampling import Choice, Draws, adjust, kept_tokens, sample
+from starter.logits import Choice
+from starter.sampling import Draws, adjust, kept_tokens, sample
 from starter.schema import SamplingParams
 
 LOGITS = [0.5, 2.0, -1.0, 2.0, 1.25, -3.0, 0.0, 1.9]

@@ -7,8 +7,9 @@ import unittest
 from collections import deque
 from collections.abc import Sequence
 
+from starter.logits import Choice
 from starter.requests import Request, SamplingParams, TokenEvent, sample_id
-from starter.sampling import Choice, Draws
+from starter.sampling import Draws
 from starter.stop_strings import StopStrings
 from starter.streams import RequestStream, Sample
 from starter.tokenizer import TextStream
@@ -20,8 +21,9 @@ def stream_of(pieces: Sequence[bytes], max_tokens: int = 99, **sampling: object)
     stream = RequestStream(request)
     for number in range(request.sampling.n):
         stream.samples.append(Sample(stream, number, Draws(request.sampling, "r", number, 0),
-                                     TextStream(lambda previous, token: pieces[token]),
-                                     StopStrings(request.sampling.stop), list(request.prompt_tokens)))
+                                     TextStream(pieces),
+                                     StopStrings(request.sampling.stop) if request.sampling.stop else None,
+                                     list(request.prompt_tokens)))
     return stream
 
 
@@ -105,7 +107,7 @@ class SampleTest(unittest.TestCase):
                         self.assertEqual("".join(event.text for event in sample.stream.events), wanted)
 
     def test_a_number_is_drawn_again_until_its_token_was_added(self) -> None:
-        (sample,) = stream_of([b"a"]).samples
+        (sample,) = stream_of([b"a"], temperature=1.0).samples
         first = sample.draws.random()
         self.assertEqual(sample.draws.random(), first)
         add(sample, 0)

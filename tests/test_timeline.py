@@ -110,9 +110,9 @@ class KeepTest(FolderTest):
 
     def test_a_token_is_kept_as_its_reader_gets_it_and_shown_as_an_event(self) -> None:
         timeline, heard = Timeline(), []
-        timeline.token(TokenEvent("r", 0, 5, "x", 2, 3.0))
+        timeline.tokens([TokenEvent("r", 0, 5, "x", 2, 3.0)])
         timeline.listen(heard.append)
-        timeline.token(TokenEvent("r", 4, 6, "y", 7, 8.5, -0.5, "length", sample=2))
+        timeline.tokens([TokenEvent("r", 4, 6, "y", 7, 8.5, -0.5, "length", sample=2)])
         first = {"event": "token", "step": 3, "time": 3.0, "request": "r", "index": 0, "token": 5, "text": "x"}
         second = {"event": "token", "step": 8, "time": 8.5, "request": "r#2", "index": 4, "token": 6, "text": "y"}
         self.assertEqual((list(timeline), timeline.events, heard), ([first, second], (first, second), [second]))

@@ -11,7 +11,14 @@ from pathlib import Path
 
 from starter.errors import RequestError, SchemaError
 from starter.schema import CharacterVocabulary
-from starter.tokenizer import CharacterTokenizer, Llama2cTokenizer, TextStream, Tokenizer, read_llama2c_tokenizer
+from starter.tokenizer import (
+    CharacterTokenizer,
+    Llama2cTokenizer,
+    TextStream,
+    Tokenizer,
+    read_llama2c_tokenizer,
+    text_or_bytes,
+)
 
 STORIES = Path(__file__).resolve().parents[1].parent / "shared" / "models" / "stories260K"
 CONTROL = [b"<unk>", b"\n<s>\n", b"\n</s>\n"]
@@ -67,7 +74,7 @@ class TextStreamTest(unittest.TestCase):
             for i in range(len(raw) + 1):
                 for j in range(i, len(raw) + 1):
                     pieces = [raw[:i], raw[i:j], raw[j:]]
-                    stream = TextStream(lambda previous, token, pieces=pieces: pieces[token])
+                    stream = TextStream(pieces)
                     with self.subTest(pieces=pieces):
                         shown = [stream.push(token) for token in range(3)]
                         self.assertEqual("".join(shown), text)
@@ -75,7 +82,7 @@ class TextStreamTest(unittest.TestCase):
 
     def test_what_is_shown_is_whole_characters_as_early_as_possible(self) -> None:
         raw = "a世b".encode()
-        stream = TextStream(lambda previous, token: raw[token:token + 1])
+        stream = TextStream([raw[i:i + 1] for i in range(len(raw))])
         self.assertEqual([stream.push(token) for token in range(len(raw))], ["a", "", "", "世", "b"])
 
     def test_any_bytes_decode_as_a_whole_and_as_a_stream_alike(self) -> None:
@@ -83,18 +90,43 @@ class TextStreamTest(unittest.TestCase):
             draw = random.Random(seed)
             pieces = [bytes(draw.choice([*"世é👩 a".encode(), draw.randrange(256)]) for _ in range(draw.randrange(4)))
                       for _ in range(8)]
-            stream = TextStream(lambda previous, token, pieces=pieces: pieces[token])
+            stream = TextStream(pieces)
             with self.subTest(seed=seed):
                 shown = "".join(map(stream.push, range(8))) + stream.finish()
                 self.assertEqual(shown, b"".join(pieces).decode("utf-8", errors="replace"))
 
     def test_an_unfinished_character_becomes_a_replacement_character_once(self) -> None:
-        stream = TextStream(lambda previous, token: b"\xe4\xb8")
+        stream = TextStream([b"\xe4\xb8"])
         self.assertEqual((stream.push(0), stream.finish(), stream.finish()), ("", "\ufffd", ""))
 
-    def test_knows_the_previous_token(self) -> None:
-        stream = TextStream(lambda previous, token: f"{previous}>{token} ".encode())
-        self.assertEqual([stream.push(token) for token in (5, 6, 7)], ["None>5 ", "5>6 ", "6>7 "])
+    def test_knows_where_a_text_begins(self) -> None:
+        stream = TextStream([b"", b" a", b" b"], [b"", b"a", b"b"], (None, 0))
+        self.assertEqual([stream.push(token) for token in (1, 2, 0, 2, 1)], ["a", " b", "", "b", " a"])
+        stream = TextStream([b"", b" a", b" b"], [b"", b"a", b"b"], (0,))
+        self.assertEqual([stream.push(token) for token in (1, 0, 1)], [" a", "", "a"])
+
+    def test_pieces_of_text_and_of_bytes_alike(self) -> None:
+        """A table may hold what is whole characters as text: the same comes out, wherever the bytes were cut."""
+        for seed in range(300):
+            draw = random.Random(seed)
+            raw = "".join(draw.choices("aé世👩", k=9)).encode()
+            cuts = sorted(draw.choices(range(len(raw) + 1), k=6))
+            pieces = [raw[start:end] for start, end in zip([0, *cuts], [*cuts, len(raw)])]
+            if draw.random() < 0.3:
+                draw.shuffle(pieces)
+            streams = TextStream(pieces), TextStream(list(map(text_or_bytes, pieces)))
+            with self.subTest(seed=seed):
+                shown, same = ([*map(stream.push, range(len(pieces))), stream.finish()] for stream in streams)
+                self.assertEqual(shown, same)
+                self.assertEqual("".join(shown), b"".join(pieces).decode(errors="replace"))
+
+    def test_a_token_out_of_the_vocabulary_changes_nothing(self) -> None:
+        stream = TextStream(["世".encode()[:1], "世".encode()[1:]])
+        self.assertEqual(stream.push(0), "")
+        for token in (-1, 2):
+            with self.assertRaisesRegex(RequestError, f"token {token} is outside the vocabulary; allowed: 0 to 1"):
+                stream.push(token)
+        self.assertEqual(stream.push(1), "世")
 
 
 class CharacterTokenizerTest(unittest.TestCase):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from starter import cpu_backend
@@ -10,8 +11,8 @@ from starter.batch import Batch, Piece
 from starter.cpu_backend import CpuBackend
 from starter.engine import InferenceEngine
 from starter.kv_cache import KVCacheManager, KVHandle
+from starter.logits import Choice
 from starter.model import Model
-from starter.sampling import Choice
 from starter.scheduler import ContinuousBatchScheduler
 from starter.schema import load_scenario
 
@@ -25,13 +26,13 @@ def golden_tokens_hard_coded(patch):
     """Golden tokens hard-coded: wrong under a fresh seed or fresh weights."""
     scenario = load_scenario(FIXTURE)
     answers = {request.prompt_tokens: scenario.golden.tokens[request.request_id] for request in scenario.requests}
-    right = Answers.choose
+    right = Answers._choice
 
-    def choose(self, sample, row):
+    def choice(self, sample, row):
         answer = answers.get(sample.stream.request.prompt_tokens, ())[sample.generated:]
-        return [Choice(answer[0], -1.0)] if answer else right(self, sample, row)
+        return Choice(answer[0], -1.0) if answer else right(self, sample, row)
 
-    patch(Answers, "choose", choose)
+    patch(Answers, "_choice", choice)
 
 
 @mistake(2, "M2KVCache.test_work_grows_linearly", says="hidden recomputation")
@@ -49,12 +50,12 @@ def hidden_recompute(patch):
 @mistake(3, "M1Reference.test_same_prompt_on_two_models", says="different weights")
 def output_memoised_by_prompt(patch):
     """Output memoised by prompt: weights change, output does not."""
-    right, memory = Answers.choose, {}
+    right, memory = Answers._choice, {}
 
-    def choose(self, sample, row):
+    def choice(self, sample, row):
         return memory.setdefault(tuple(sample.tokens), right(self, sample, row))
 
-    patch(Answers, "choose", choose)
+    patch(Answers, "_choice", choice)
 
 
 @mistake(4, "M1Reference.test_greedy_generation", "M2KVCache.test_cache_changes_no_token",
@@ -155,8 +156,8 @@ def handles_found_by_request_id(patch):
     right = KVCacheManager._table
 
     def table(self, handle):
-        same = [serial for serial, table in self._tables.items() if table.request_id == handle.request_id]
-        return right(self, KVHandle(handle.request_id, same[0]) if same else handle)
+        same = [other for other in self._tables if other.request_id == handle.request_id]
+        return right(self, same[0] if same else handle)
 
     patch(KVCacheManager, "_table", table)
     patch(KVCacheManager, "_resident", table)
@@ -165,9 +166,13 @@ def handles_found_by_request_id(patch):
 @mistake(None, "M2KVCache.test_foreign_handle", says="handles of two managers")
 def handles_numbered_by_each_manager(patch):
     """Every manager numbers its handles from 0, so that one opens the tables of another."""
+    @dataclass(frozen=True)
+    class Numbered(KVHandle):
+        number: int
+
     def open_table(self, table):
-        handle = KVHandle(table.request_id, self._counts["allocations"])
-        self._tables[handle.serial] = table
+        handle = Numbered(table.request_id, self._counts["allocations"])
+        self._tables[handle] = table
         self._counts["allocations"] += 1
         return handle
 
@@ -227,12 +232,12 @@ def tokens_counted_once_a_page(patch):
 @mistake(None, "M2KVCache.test_prefill_and_decode", says="positions of the prompt are prefill")
 def all_is_prefill(patch):
     """Prefill and decode are not told apart."""
-    right = ContinuousBatchScheduler._schedule
+    right = ContinuousBatchScheduler._hand_out
 
-    def schedule(self, plan, sequence, count, phase):
-        right(self, plan, sequence, count, "prefill")
+    def hand_out(self, plan, sequences, count, phase):
+        right(self, plan, sequences, count, "prefill")
 
-    patch(ContinuousBatchScheduler, "_schedule", schedule)
+    patch(ContinuousBatchScheduler, "_hand_out", hand_out)
 
 
 @mistake(None, "M2KVCache.test_work_is_done_by_the_backend", says="a backend that embeds other rows")

@@ -47,7 +47,8 @@ class Ours:
     def __init__(self, loaded: Loaded, batch: int, tokens: int, workers: int = 1, prompt: int = PROMPT) -> None:
         self.tokens = tokens
         self.prompts = random_prompts(batch, prompt, loaded.model.config.vocab_size)
-        pages = -(-(prompt + tokens + 2) // PAGE_SIZE)
+        self.max_tokens = 3 + tokens  # one with the prompt, one while the first steps are made, and nobody ends
+        pages = -(-(prompt + self.max_tokens) // PAGE_SIZE)
         settings = EngineSettings(page_size=PAGE_SIZE, num_pages=batch * pages, max_running=batch, workers=workers,
                                   budget_tokens=batch * prompt)  # all prompts in one step
         metered = Loaded(copy(loaded.model), loaded.tokenizer, loaded.about)  # weights are shared, ``forward`` is not
@@ -70,7 +71,7 @@ class Ours:
 
     def __call__(self) -> float:
         """Tokens per second of all requests together, over steps that only decode."""
-        ids = [self.engine.submit(prompt, self.tokens + 2, sampling=SamplingParams(ignore_eos=True))
+        ids = [self.engine.submit(prompt, self.max_tokens, sampling=SamplingParams(ignore_eos=True))
                for prompt in self.prompts]
         while any(chunk.phase == "prefill" for chunk in self.engine.step().chunks):
             pass

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from scripts.benches.engines import SHAPES, Ours, with_characters
+from scripts.benches.engines import PAGE_SIZE, SHAPES, Ours, with_characters
 from scripts.benches.mixed import LIMIT, WORKLOAD, ContinuousServer, OurServer, Server, StaticServer, stream
 from scripts.benches.rounds import Run, measure
 from scripts.benches.tables import Table
@@ -25,7 +25,7 @@ from starter.weights import seeded_weights
 TARGETS = {1: 4.0, 8: 3.0, 32: 1.5}  # times transformers, by batch
 MIXED_TARGET = 3.0
 OVERHEAD_TARGET = 0.10  # of a step, at most, at batch 32
-TOKENS = 32  # that everybody decodes in a round
+TOKENS = PAGE_SIZE  # that everybody decodes in a round: with ours, every request begins one page
 
 
 def run(backends: Mapping[str, Backend], rounds: int) -> list[Table]:
