@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod, sqrt
 from typing import Any, Protocol, Union
 
@@ -57,11 +58,9 @@ class Group:
     def of(cls, spans: list[Span], page_size: int) -> Group:
         """Of spans in the order of ``grouped``. O(S * (pages + count * n)), in a fixed number of array operations."""
         count, longest = spans[0].count, spans[-1].end
-        most = -(-longest // page_size)
-        tables = [[*span.pages[:-(-span.end // page_size)]] for span in spans]
-        pages = np.array([table + table[:1] * (most - len(table)) for table in tables], dtype=np.intp)
-        ends = np.array([[span.end] for span in spans])
-        slots = (pages[:, :, None] * page_size + np.arange(page_size)).reshape(len(spans), -1)[:, :longest]
+        pages, slots = _tables(tuple([tuple(span.pages[:-(-span.end // page_size)]) for span in spans]), page_size)
+        slots = np.ascontiguousarray(slots[:, :longest])
+        ends = np.array([span.end for span in spans])[:, None]
         hidden = None
         if count > 1 or spans[0].end < longest:
             positions = np.arange(longest)
@@ -105,6 +104,15 @@ def grouped(spans: Iterable[Span], key_width: int) -> Iterator[list[Span]]:
         yield group
 
 
+@lru_cache(8)
+def _tables(tables: tuple[tuple[int, ...], ...], page_size: int) -> tuple[Array, Array]:
+    """Block tables, the shorter ones padded with their first page, and the slots of all their pages: [S, most pages],
+    [S, most pages * page_size]. They are the same from one decode to the next, until somebody begins a page."""
+    most = max(map(len, tables))
+    pages = np.array([table + table[:1] * (most - len(table)) for table in tables], dtype=np.intp)
+    return pages, (pages[:, :, None] * page_size + np.arange(page_size)).reshape(len(tables), -1)
+
+
 def _rows(spans: list[Span]) -> Rows:
     """The rows of the batch that belong to spans of equal count: a slice, where they lie side by side."""
     first, count = spans[0].first_row, spans[0].count
@@ -118,23 +126,39 @@ class Room:
 
     def __init__(self) -> None:
         self._numbers = np.empty((2, 0), dtype=np.float32)
+        self._shape: tuple[int, ...] = ()
+        self._latest: tuple[Array, Array] = self._numbers[0], self._numbers[1]
 
     def of(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         """Two arrays of this shape, which hold anything."""
-        size = prod(shape)
-        if size > self._numbers.shape[1]:
-            self._numbers = np.empty((2, size), dtype=np.float32)
-        keys, values = self._numbers[:, :size]
-        return keys.reshape(shape), values.reshape(shape)
+        if shape != self._shape:  # else it is the next layer's turn
+            size = prod(shape)
+            if size > self._numbers.shape[1]:
+                self._numbers = np.empty((2, size), dtype=np.float32)
+            keys, values = self._numbers[:, :size]
+            self._shape, self._latest = shape, (keys.reshape(shape), values.reshape(shape))
+        return self._latest
+
+
+@lru_cache
+def _ones(length: int) -> Array:
+    """A product with this column is a row's sum, and faster than ``sum``."""
+    return np.ones((length, 1), dtype=np.float32)
+
+
+@lru_cache
+def _scale(head_width: int) -> Any:
+    return np.float32(1.0 / sqrt(head_width))
 
 
 def attend(q: Array, keys: Array, values: Array, group: Group) -> Array:
     """softmax(q . k / sqrt(d)) . v of a group's rows: q [S * t, H * d], keys and values [S, n, K, d] -> as q."""
-    spans, _, kv_heads, width = keys.shape
+    spans, longest, kv_heads, width = keys.shape
     shape = (spans, group.count, kv_heads, -1, width)                                # S, t, K, G, d
-    by_head = (q / np.float32(sqrt(width))).reshape(shape).transpose(0, 2, 3, 1, 4)  # [S, K, G, t, d]
+    by_head = (q * _scale(width)).reshape(shape).transpose(0, 2, 3, 1, 4)            # [S, K, G, t, d]
     scores = by_head.reshape(spans, kv_heads, -1, width) @ keys.transpose(0, 2, 3, 1)  # [S, K, G * t, n]
-    safe = max(scores.max(), -scores.min()) < SAFE  # False for NaN, too
+    flat = scores.reshape(-1)  # where argmax and argmin are faster than max and min
+    safe = flat[flat.argmin()] > -SAFE and flat[flat.argmax()] < SAFE  # False for NaN, too
     if group.hidden is not None:
         masked = scores.reshape(*by_head.shape[:4], -1)                              # [S, K, G, t, n]
         masked += group.hidden
@@ -143,5 +167,5 @@ def attend(q: Array, keys: Array, values: Array, group: Group) -> Array:
             scores -= scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores, out=scores)
     mixed = weights @ values.transpose(0, 2, 1, 3)                                   # [S, K, G * t, d]
-    mixed /= np.einsum("skmn->skm", weights)[..., None]
+    mixed /= weights.reshape(-1, longest).dot(_ones(longest)).reshape(*mixed.shape[:-1], 1)
     return mixed.reshape(by_head.shape).transpose(0, 3, 1, 2, 4).reshape(q.shape)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from math import isfinite
+from math import isfinite, log, sqrt
 from typing import Any, Union
 
 import numpy as np
@@ -34,6 +34,7 @@ Matrix = Any  # Array [columns, rows], or PackedMatrix
 
 LARGE = 2**18  # numbers of a matrix
 MOST_ROWS = 128  # of a chunk that are computed together
+MOST_ANGLES = 2**14  # positions whose angles are kept, 8 MB at most where a head has 128 numbers
 
 
 class NumpyBackend:
@@ -80,7 +81,10 @@ class NumpyBackend:
         return table.rows(tokens) if isinstance(table, PackedMatrix) else table[:, tokens].T.copy()
 
     def norm(self, x: Array, gain: Array, epsilon: float) -> Array:
-        scale = (x * x) @ _averaging(len(gain))                                     # mean of the squares, [T, 1]
+        if len(x) == 1:  # a number is faster than an array of one
+            square = float(x[0].dot(x[0]))
+            return x * (gain * np.float32(1.0 / sqrt(square / len(gain) + epsilon)))
+        scale = (x * x).dot(_averaging(len(gain)))                                  # mean of the squares, [T, 1]
         scale += epsilon
         normed = x / np.sqrt(scale, out=scale)
         normed *= gain
@@ -90,7 +94,12 @@ class NumpyBackend:
         return self.norm(x.reshape(-1, len(gain)), gain, epsilon).reshape(x.shape)
 
     def linear(self, matrix: Matrix, x: Array, bias: Array | None = None) -> Array:
-        rows = matrix.times(x) if isinstance(matrix, PackedMatrix) else _product(matrix, x)
+        if isinstance(matrix, PackedMatrix):
+            rows = matrix.times(x)
+        elif matrix.size < LARGE or not 1 < len(x) <= MOST_ROWS:
+            rows = x.dot(matrix)
+        else:  # for a large matrix and some rows BLAS is faster the other way round, by a fifth to a half
+            rows = np.ascontiguousarray(matrix.T.dot(x.T).T)
         return rows if bias is None else rows + bias
 
     def split(self, x: Array, widths: Sequence[int]) -> list[Array]:
@@ -105,8 +114,10 @@ class NumpyBackend:
         of which the first, for the queries, is the widest."""
         known_positions, known_frequencies, turns = self._turned
         if (known_positions, known_frequencies) != (positions, frequencies) or turns.shape[1] < pairs:
-            angles = np.asarray(positions)[:, None] * np.asarray(frequencies)       # [T, d / 2], in double
-            turns = np.tile(np.exp(1j * angles).astype(np.complex64), pairs // len(frequencies))
+            of_head = _angles(positions, frequencies)                               # [T, d / 2]
+            turns = np.empty((len(positions), pairs // len(frequencies), len(frequencies)), dtype=np.complex64)
+            turns[:] = of_head[:, None]
+            turns = turns.reshape(len(positions), pairs)
             self._turned = list(positions), frequencies, turns
         return turns[:, :pairs]
 
@@ -135,29 +146,41 @@ class NumpyBackend:
         return x[np.asarray(rows)]
 
     def logits(self, x: Array) -> Sequence[Sequence[float]]:
-        best = x.argmax(axis=1)                                                     # of equals, the first
-        with np.errstate(invalid="ignore", over="ignore"):  # inf - inf, or numbers of which the sampler will complain
-            above = np.exp(x - x[range(len(x)), best][:, None])                     # [wanted, vocab_size]
-        logprobs = -np.log(above @ np.ones(x.shape[1], dtype=np.float32))
-        return [Logits(Choice(token, logprob), row) if isfinite(logprob) else row.tolist()
-                for token, logprob, row in zip(best.tolist(), logprobs.tolist(), x)]
+        best = x.argmax(axis=1)                                     # of equals, the first; of NaN, if there is one
+        highest = x[np.arange(len(x)), best][:, None]
+        if not np.isfinite(highest).all():  # of these the sampler will complain
+            return [row.tolist() if not isfinite(row.max()) else self.logits(row[None])[0] for row in x]
+        below = x - highest
+        sums = np.exp(below, out=below).dot(np.ones(x.shape[1], dtype=np.float32))  # [wanted]
+        return [Logits(Choice(token, -log(total)), row) for token, total, row in zip(best.tolist(), sums.tolist(), x)]
 
     def to_lists(self, x: Any) -> list[list[float]]:
         lists: list[list[float]] = np.asarray(x).tolist()
         return lists
 
 
-def _product(matrix: Array, x: Array) -> Array:
-    """x @ matrix. For a large matrix and some rows BLAS is faster the other way round, by a fifth to a half."""
-    if matrix.size < LARGE or not 1 < len(x) <= MOST_ROWS:
-        return x @ matrix
-    return np.ascontiguousarray((matrix.T @ x.T).T)
-
-
 @lru_cache
 def _parts(widths: tuple[int, ...]) -> list[slice]:
     """Columns of each part."""
     return [slice(end - width, end) for width, end in zip(widths, accumulate(widths))]
+
+
+def _angles(positions: Sequence[int], frequencies: tuple[float, ...]) -> Array:
+    """cos + i sin of the angles of some positions, [T, d / 2]: looked up, if they are not too far out."""
+    length = 1 << max(positions).bit_length()
+    if length > MOST_ANGLES:
+        return _circle(np.asarray(positions), frequencies)
+    return _first_angles(length, frequencies)[positions]
+
+
+@lru_cache(8)
+def _first_angles(length: int, frequencies: tuple[float, ...]) -> Array:
+    return _circle(np.arange(length), frequencies)
+
+
+def _circle(positions: Array, frequencies: tuple[float, ...]) -> Array:
+    """Made in double: a large angle has few digits left for its place on the circle."""
+    return np.exp(1j * positions[:, None] * np.asarray(frequencies)).astype(np.complex64)
 
 
 @lru_cache

@@ -40,6 +40,10 @@ def tiny(backend: str = "cpu") -> Loaded:
 class Rounds(unittest.TestCase):
     def setUp(self) -> None:
         self.calls: list[str] = []
+        self.rests: list[float] = []
+        rest = patch("scripts.benches.rounds.sleep", self.rests.append)
+        rest.start()
+        self.addCleanup(rest.stop)
 
     def contestant(self, name: str) -> float:
         self.calls.append(name)
@@ -48,6 +52,7 @@ class Rounds(unittest.TestCase):
     def test_contestants_take_turns_and_the_first_round_warms_up(self) -> None:
         found = measure({name: lambda name=name: self.contestant(name) for name in "ab"}, 2)
         self.assertEqual(self.calls, list("ababab"))
+        self.assertEqual((len(self.rests), min(self.rests) > 0.1), (6, True))
         self.assertEqual(found, {"a": [3.0, 5.0], "b": [4.0, 6.0]})
 
     def test_a_slow_one_runs_once_where_patience_ends(self) -> None:

@@ -4,7 +4,9 @@
     quartiles(results["ours"])                                       # (low, median, high): the middle half
     ratio(results["ours"], results["theirs"])                        # median of the ratios of each round
 
-Taking turns means that a machine that slows down slows everybody, and a ratio within a round hardly notices.
+Taking turns means that a machine that slows down slows everybody, and a ratio within a round hardly notices. Before
+each turn everybody rests: the threads of the library that ran before go on waiting busily for more work, and who comes
+next would share its cores with them (transformers after NumPy lost half of its speed that way).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
@@ -26,6 +28,7 @@ from starter.console import Console
 Run = Callable[[], float]  # one round -> tokens per second
 SLOWING = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")  # choose kernels and blocks that may not be this processor's
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+REST = 0.3  # seconds before each turn
 PACKAGES = ("llama2-py", "transformers", "torch", "numpy", "llama-cpp-python")
 
 
@@ -50,6 +53,7 @@ def measure(contestants: Mapping[str, Run], rounds: int, patience: float | None 
             for name, run in contestants.items():
                 if patience is None or spent[name] <= patience:
                     progress(f"round {number} of {rounds}: {name}" if number else f"warming up: {name}")
+                    sleep(REST)
                     start = perf_counter()
                     results[name].append(run())
                     spent[name] += perf_counter() - start
