@@ -1,7 +1,7 @@
 """M3 · What a step's computation means for its requests: tokens for their streams, ends, and failures.
 
     row of logits --choose--> a token (after a prompt, one for each sample) --settle--> stream, scheduler, timeline
-    an exception  --------------------------------------------------------- --settle--> a last event with the reason
+    an exception  ----------------------------------------------------------settle--> a last event with the reason
 
 Choosing changes nothing but a sample's random numbers, and those count only when their token is accepted; so a step
 that is interrupted before ``settle`` can be planned and chosen again. The engine holds its lock around every call.
@@ -9,11 +9,11 @@ that is interrupted before ``settle`` can be planned and chosen again. The engin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .executor import Logits, Row
-from .logits import Choice
+from .executor import Row
+from .logits import Choice, Logits
 from .recorder import Recorder
 from .request_table import RequestTable
 from .sampling import greedy, sample
@@ -47,6 +47,9 @@ class Answers:
         choices: dict[Sample, Choice] = {}
         failures: dict[Sample, Exception] = {}
         for sample_, row in rows.items():
+            if isinstance(row, Logits) and sample_.plain and not sample_.others:  # nearly all, on a backend of arrays
+                choices[sample_] = row.greedy
+                continue
             if isinstance(row, Exception):
                 failures[sample_] = row
                 continue
@@ -58,7 +61,7 @@ class Answers:
                 failures[sample_] = error
         return choices, failures
 
-    def _choice(self, sample_: Sample, row: Logits) -> Choice:
+    def _choice(self, sample_: Sample, row: Sequence[float]) -> Choice:
         if sample_.plain:  # as nearly always
             return greedy(row)
         stream = sample_.stream

@@ -11,8 +11,7 @@ from .faults import FaultInjector
 from .model import Model
 from .streams import Sample
 
-Logits = Sequence[float]
-Row = Union[Logits, Exception]
+Row = Union[Sequence[float], Exception]  # of logits
 
 
 class Executor:
@@ -47,7 +46,7 @@ class Executor:
         if self.faults:
             self.faults.before_forward({sample.id for sample in pieces})
         wanted = [sample for sample, piece in pieces.items() if piece.wants_logits]
-        rows: Sequence[Logits]
+        rows: Sequence[Sequence[float]]
         if self._store is None:
             rows = [self._model.forward_uncached(pieces[sample].tokens) for sample in wanted]
         else:

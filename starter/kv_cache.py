@@ -262,7 +262,9 @@ class KVCacheManager:
     def commit(self, handle: KVHandle, token_count: int, tokens: Sequence[int] | None = None) -> None:
         """The first ``token_count`` positions now hold computed keys and values. With prefix sharing and the
         ``tokens`` themselves, pages that became full are published. O(new tokens)."""
-        table, page_size = self._resident(handle), self.page_size
+        table, page_size = self._tables.get(handle) if isinstance(handle, KVHandle) else None, self.page_size
+        if table is None or table.host_pages is not None:
+            table = self._resident(handle)  # says what is wrong; asked at once it is a call more for every token
         if not table.length <= token_count <= len(table.pages) * page_size:
             raise RequestError(f"{table.request_id} has {table.length} tokens and {len(table.pages)} pages of "
                                f"{page_size}; it cannot hold {token_count}")

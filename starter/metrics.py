@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import ceil
@@ -38,6 +37,9 @@ _TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.
 _WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
           1920.0, 7680.0)
 BOUNDS = {"ttft": _SHORT, "itl": _TOKEN, "tpot": _TOKEN, "e2e": _WHOLE, "queue": _WHOLE}  # of the buckets, as in vLLM
+
+COUNTS = ("submitted", "refused", *FINISH_REASONS, "prompt_tokens", "queried", "found", "prefilled", "output_tokens",
+          "preemptions", "steps", "computed", "busy_steps", "scheduled", "offered", "empty_slots", "used_pages")
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ class MetricsCollector:
     last: dict[str, float] = field(default_factory=dict)  # when each of them had its last token, but for those of
     latest: Set[str] = frozenset()  # a step: they had theirs together, at
     latest_time: float = 0.0
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     planned: dict[str, int] = field(default_factory=dict)  # what the last step adds to them, unless it is abandoned
     samples: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in BOUNDS if name != "itl"})
     buckets: dict[str, list[int]] = field(
@@ -236,12 +238,13 @@ class MetricsCollector:
             self.planned |= {"scheduled": sum([count for _, _, count, _ in event["chunks"]]),
                              "offered": event["budget"], "empty_slots": event["empty_slots"], "busy_steps": 1}
             self.peak_empty = max(self.peak_empty, event["empty_slots"])
-        for name, number in self.planned.items():  # as Counter.update, without its checks
+        for name, number in self.planned.items():
             self.counts[name] += number
 
     def _on_abandon(self, event: Event) -> None:
         if self.planned:
-            self.counts.subtract(self.planned)
+            for name, number in self.planned.items():
+                self.counts[name] -= number
             self.planned = {}
             self.active.pop()
 
