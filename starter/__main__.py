@@ -46,8 +46,10 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("timeline", metavar="RUN.jsonl")
         return added
 
-    command("replay", "run it again and compare event for event").add_argument(
-        "--checkpoint", metavar="PATH", help="where the checkpoint, or the scenario's safetensors file, is now")
+    again = command("replay", "run it again and compare event for event")
+    again.add_argument("--checkpoint", metavar="PATH",
+                       help="where the checkpoint, or the scenario's safetensors file, is now")
+    again.add_argument("--device", metavar="NAME", help="of backend cuda: cuda:0 (the default), or cpu, without a GPU")
     command("check", "prove V1 to V4 from the file alone")
     command("metrics", "print its metrics as JSON").add_argument(
         "--prometheus", action="store_true", help="as text for Prometheus, under vLLM's names")
@@ -67,7 +69,7 @@ def replay(options: argparse.Namespace, console: Console) -> int:
     """Run it again."""
     events = _read(options)
     with Console(sys.stderr).working("loading the model ...") as progress:
-        loaded = load_recorded(events[0], Path(options.timeline).parent, options.checkpoint)
+        loaded = load_recorded(events[0], Path(options.timeline).parent, options.checkpoint, options.device)
         outcome = Replay(events, loaded, progress).run()
     if outcome.difference:
         console.line(f"The replay differs after {outcome.compared} equal events.\n{outcome.difference}")

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from .backend import load_backend
 from .batch import Piece
 from .engine import InferenceEngine
 from .errors import EngineError, RequestError, UnknownRequestError
@@ -276,9 +277,12 @@ def _request(event: Event, number: int) -> Request:
     return request
 
 
-def load_recorded(header: Event, folder: Path = Path(), checkpoint: str | Path | None = None) -> Loaded:
+def load_recorded(header: Event, folder: Path = Path(), checkpoint: str | Path | None = None,
+                  device: str | None = None) -> Loaded:
     """The model that a timeline's header names. ``checkpoint`` is the path of a checkpoint or of a scenario's
-    safetensors file, which the header knows by its name only; else the latter is looked for from ``folder`` on."""
+    safetensors file, which the header knows by its name only; else the latter is looked for from ``folder`` on.
+    ``device`` is that of backend "cuda", of which the header does not tell."""
+    backend = load_backend(header["backend"], **({} if device is None else {"device": device}))
     quantization = Nullable(QUANTIZATION_SHAPE).parse(header.get("quantization"), "/quantization")
     if "weights" in header and "tokenizer" in header:
         weights = WEIGHTS_SHAPE.parse(header["weights"], "/weights")
@@ -292,11 +296,11 @@ def load_recorded(header: Event, folder: Path = Path(), checkpoint: str | Path |
         scenario = Scenario(
             SCENARIO_VERSION, header.get("scenario", ""), MODEL_SHAPE.parse(header["model"], "/model"), weights,
             TOKENIZER_SHAPE.parse(header["tokenizer"], "/tokenizer"), (), quantization=quantization, folder=folder)
-        return load_scenario_model(scenario, header["backend"])
+        return load_scenario_model(scenario, backend)
     if "checkpoint" not in header:
         raise RequestError("this timeline names neither a scenario nor a checkpoint: its engine was made in code; only "
                            "that code can replay it, with Replay(events, loaded)")
     if checkpoint is None:
         raise RequestError(f"this timeline was made with the checkpoint {header['checkpoint']}: say where it is with "
                            f"--checkpoint PATH")
-    return load_checkpoint_model(checkpoint, header["backend"], quantization)
+    return load_checkpoint_model(checkpoint, backend, quantization)

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 from starter import InferenceEngine, driver, load_backend, load_scenario
+from starter.__main__ import main as starter_main
 from starter.backend import Backend, KVStore
 from starter.batch import Batch, Piece
 from starter.errors import BackendError
@@ -212,6 +213,16 @@ class ServedTest(unittest.TestCase):
         self.assertEqual((run.code, run.err), (0, ""))
         document = json.loads(run.out)
         self.assertEqual((document["backend"], {*document["golden"].values()}), ("cuda", {"equal"}))
+
+    def test_a_timeline_of_the_processor_is_replayed_on_it(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            timeline = Path(folder) / "run.jsonl"
+            run = run_main(driver.main, "--fixture", FIXTURE, "--backend", "cuda", "--device", "cpu", "--quiet",
+                           "--clock", "virtual", "--timeline", timeline)
+            self.assertEqual((run.code, run.err), (0, ""))
+            run = run_main(starter_main, "replay", timeline, "--device", "cpu")
+            self.assertEqual((run.code, run.err), (0, ""))
+            self.assertRegex(run.out, r"All \d+ events are the same\.")
 
 
 @needs("cuda", "warp")

@@ -111,6 +111,11 @@ class ReplayTest(Case):
         self.assertEqual(other.code, 1)
         self.assertIn("header events differ in weights_sha256", other.out)
 
+    def test_a_device_is_for_the_backend_that_has_one(self) -> None:
+        result = run("replay", self.file, "--device", "cpu")
+        self.assertEqual((result.code, result.out), (2, ""))
+        self.assertIn("device can be chosen for backend 'cuda' only, not for ", result.err)
+
     def test_a_timeline_that_breaks_off_within_a_step(self) -> None:
         lines = self.file.read_bytes().splitlines(keepends=True)
         self.file.write_bytes(b"".join(lines[:-1]))

@@ -62,6 +62,19 @@ class NumpyBackendTest(unittest.TestCase):
                 for a, b in zip(mine, row, strict=True):
                     self.assertAlmostEqual(a, b, places=5)
             positions[0] += number == len(calls)
+            positions[2] = 700 if number % 3 else 20_000  # beyond those whose angles are kept
+
+    def test_a_row_is_normed_alone_as_among_others(self) -> None:
+        import numpy as np
+        backend, dice = load_backend("numpy"), np.random.default_rng(4)
+        gain = dice.normal(size=48).astype(np.float32)
+        rows = (dice.normal(size=(6, 48)) * [[1e-18], [1e-3], [1.0], [30.0], [1e4], [1e18]]).astype(np.float32)
+        rows[0, :] *= 0.0
+        together = backend.norm(rows, gain, 1e-5)
+        for row, expected in zip(rows, together):
+            exact = row.astype(np.float64) / np.sqrt((row.astype(np.float64) ** 2).mean() + 1e-5) * gain
+            for found in (backend.norm(row[None], gain, 1e-5)[0], expected):
+                np.testing.assert_allclose(found, exact, rtol=2e-6, atol=1e-7)
 
     def test_nan_in_free_pages_reaches_no_output(self) -> None:
         """K066: unwritten slots hold NaN; 0 * NaN would poison the values of a padded attention."""
