@@ -96,6 +96,8 @@ class Timeline:
         self._events: deque[Event | TokenEvent] = deque(maxlen=keep)  # as they came: see _event
         self.listeners: list[Callable[[Event], None]] = []
         self._lock = RLock()  # what is appended while a listener is given the past comes to it afterwards
+        self._untold: deque[Event] = deque()  # what a listener brings about waits until all have heard what came before
+        self._telling = False
         self.troubles: list[Exception] = []  # of listeners that failed, and were let go
         self.recorded = 0
 
@@ -149,12 +151,24 @@ class Timeline:
                     self._tell(_event(token))
 
     def _tell(self, event: Event) -> None:
-        for listener in tuple(self.listeners):
-            try:
-                listener(event)
-            except Exception as error:  # a full disk, say: kept until a caller can be told without losing a step
-                self._let_go(listener)
-                self.troubles.append(error)
+        self._untold.append(event)
+        self._tell_untold()
+
+    def _tell_untold(self) -> None:
+        if self._telling:  # within a listener's call: whoever made it goes on with what is untold
+            return
+        self._telling = True
+        try:
+            while self._untold:
+                event = self._untold.popleft()
+                for listener in tuple(self.listeners):
+                    try:
+                        listener(event)
+                    except Exception as error:  # a full disk, say: kept until it can be told without losing a step
+                        self._let_go(listener)
+                        self.troubles.append(error)
+        finally:  # after a Ctrl-C there may be some left, for the next time
+            self._telling = False
 
     def write(self, path: str | Path) -> None:
         """Write what is kept in memory as JSON Lines, the header in any case. SchemaError if the path is no place
@@ -171,6 +185,7 @@ class Timeline:
                 file.flush()
 
             with self._lock:
+                self._tell_untold()
                 dropped = [self.header] if self.header and self.recorded > len(self._events) else []
                 for event in (*dropped, *self.events):
                     write(event)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from itertools import count, product
 from types import FrameType
 
+from starter.audit import Audit
 from starter.batch import Batch, Piece
 from starter.engine import InferenceEngine
 from starter.errors import BackendError, EngineError
@@ -18,6 +19,7 @@ from starter.executor import Executor
 from starter.metrics import Metrics
 from starter.scheduler import REFUSAL_LIMIT
 from starter.schema import SamplingParams
+from starter.timeline import Event
 from tests.support import (
     FIVE,
     HEALTHY_FIVE,
@@ -408,6 +410,29 @@ class Failures(EngineCase):
         self.assertEqual(outcome(engine.poll("x")), solo(Ask((1, 2), 3))[0])
         self.check_outcomes(engine, FIVE)
         self.assertEqual(engine.metrics(), Metrics.of(engine.timeline.events))
+
+    def test_who_listens_later_hears_of_a_token_before_its_cancel(self) -> None:
+        engine, heard = make_engine(), []
+
+        def cancel(event: Event) -> None:
+            if event["event"] == "token" and event["request"] == "a" and event["index"] == 1:
+                engine.cancel("b")
+                engine.cancel("a")
+
+        engine.timeline.listen(lambda event: heard.append(event))
+        engine.timeline.listen(cancel)
+        late: list[Event] = []
+        engine.timeline.listen(late.append)
+        for name in "abc":
+            engine.submit([1, 2, 3], 6, request_id=name)
+        engine.run()
+        self.assertEqual(late, heard)
+        self.assertEqual([event for event in engine.timeline.events if event["event"] != "header"], heard)
+        told = [(event["event"], event["request"]) for event in heard if event["event"] in ("token", "cancel")]
+        cancelled = told.index(("cancel", "b"))
+        self.assertEqual(told[cancelled - 1:cancelled + 2], [("token", "a"), ("cancel", "b"), ("cancel", "a")])
+        self.assertNotIn(("token", "a"), told[cancelled:])
+        self.assertEqual(Audit.of(engine.timeline.events).violations, [])
 
     def test_a_timeline_listener_that_fails_loses_no_token(self) -> None:
         """A full disk, say: it is told once, after the step, and is let go."""
