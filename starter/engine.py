@@ -287,13 +287,14 @@ class InferenceEngine:
                     self._recorder.event("cancel", request=request_id)
                     self._answers.end_all(stream, "cancelled")
                 except BaseException as failure:  # half cancelled
-                    self._interrupted(failure, told=True)
+                    self._interrupted(failure, halfway=True)
                     raise
                 self._news.notify_all()
 
     def run(self) -> int:
         """Step until no request is live; return the number of steps."""
         before = self.steps
+        self._require_sound()
         while not self.scheduler.idle:
             self.step()
         return self.steps - before
@@ -364,11 +365,13 @@ class InferenceEngine:
     def step(self, budget_tokens: int | None = None) -> ScheduleDecision:
         """Plan and compute one step of at most ``budget_tokens`` (the settings' budget if None)."""
         with self._stepping:
-            told = False
+            planning = told = False
             try:
                 with self._lock:
+                    planning = True
                     decision, pieces = self._plan(
                         self.settings.budget_tokens if budget_tokens is None else budget_tokens)
+                    planning = False
                 rows = self._executor.run(pieces)
                 with self._lock:
                     choices, failures = self._choose(pieces, rows)
@@ -376,7 +379,7 @@ class InferenceEngine:
                     self._answers.settle(choices, failures)
                     self._news.notify_all()
             except BaseException as failure:  # Ctrl-C, say
-                self._interrupted(failure, told)
+                self._interrupted(failure, told or (planning and not isinstance(failure, Exception)))
                 raise
             self._recorder.raise_trouble()
             return decision
@@ -390,11 +393,12 @@ class InferenceEngine:
             rows = {sample_: row for sample_, row in rows.items() if sample_ not in gone}
         return self._answers.choose(rows)
 
-    def _interrupted(self, failure: BaseException, told: bool) -> None:
-        """Until its tokens are told, a step that is interrupted counts for nothing: the next one plans it again. Then
-        some streams have theirs and others do not, and the engine can only be closed."""
+    def _interrupted(self, failure: BaseException, halfway: bool) -> None:
+        """A step that is interrupted while the decoder computes counts for nothing: the next one plans it again. Not so
+        ``halfway`` through planning, where pages may be in nobody's hands, or through telling, where some streams have
+        their tokens and others do not: then the engine can only be closed."""
         with self._lock:
-            if told:
+            if halfway:
                 self._failure = failure
                 self._news.notify_all()
             else:

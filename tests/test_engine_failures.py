@@ -243,7 +243,7 @@ class Failures(EngineCase):
                 self.check_outcomes(engine, asks)
         self.assertEqual(interrupts, 3 * 2 * 3)
 
-    def test_an_interrupt_while_tokens_are_chosen_or_pages_reserved_loses_nothing_either(self) -> None:
+    def test_an_interrupt_while_tokens_are_chosen_loses_nothing_either(self) -> None:
         class InterruptingRow(list):
             def index(self, *arguments):
                 raise KeyboardInterrupt
@@ -262,16 +262,61 @@ class Failures(EngineCase):
         engine.cancel("last")
         engine.poll("last")
         self.check_outcomes(engine, sampled)
+
+    def test_an_interrupt_while_pages_are_reserved_stops_the_engine(self) -> None:
+        """Where it comes, they may be in nobody's hands: what was told is right, and nothing more is computed."""
         for k in range(12):
+            with self.subTest(k=k):
+                engine = make_engine(**TIGHT)
+                self.submit(engine, FIVE)
+                self.interrupt_once(engine, k)
+                self.assertRaises(KeyboardInterrupt, engine.run)
+                self.assertRaisesRegex(EngineError, "has stopped: KeyboardInterrupt.*make a new one", engine.step)
+                for name, ask in FIVE.items():
+                    told = outcome(engine.poll(name))
+                    self.assertEqual(told, solo(ask, name)[0][:len(told)])
+                engine.close()
+                engine.kv.check()
+                self.assertEqual(engine.kv.free_pages, engine.kv.total_pages)
+
+    def test_an_interrupt_within_the_page_manager_gives_nobody_wrong_tokens(self) -> None:
+        """At the k-th line of the scheduler's and the page manager's code: the engine says that it has stopped. Or it
+        goes on, since between two steps ``run`` asks whether there is work."""
+        within, stopped = ("scheduler.py", "block_tables.py", "kv_cache.py", "pages.py"), 0
+        for k in range(0, 2500, 29):
             engine = make_engine(**TIGHT)
             self.submit(engine, FIVE)
-            self.interrupt_once(engine, k)
-            while engine.active:
-                try:
-                    engine.run()
-                except KeyboardInterrupt:
-                    engine.kv.check()
-            self.check_outcomes(engine, FIVE)
+            self.assertRaises(KeyboardInterrupt, self.interrupted_at, engine, k, within)
+            try:
+                engine.run()
+                whole = True
+            except EngineError as error:
+                self.assertIn("has stopped: KeyboardInterrupt", str(error))
+                whole = False
+            for name, ask in FIVE.items():
+                told = outcome(engine.poll(name))
+                self.assertEqual(told, solo(ask, name)[0][:None if whole else len(told)], f"line {k}")
+            engine.close()
+            stopped += not whole
+        self.assertGreater(stopped, 70)
+
+    def interrupted_at(self, engine: InferenceEngine, k: int, files: tuple[str, ...], *aside: str) -> None:
+        """Run it, with an interrupt at the k-th line of these files, functions ``aside`` not counted."""
+        lines = count()
+
+        def trace(frame: FrameType, event: str, argument: object) -> object:
+            if not frame.f_code.co_filename.endswith(files) or frame.f_code.co_name in aside:
+                return None
+            if event == "line" and next(lines) == k:
+                raise KeyboardInterrupt
+            return trace
+
+        traced = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            engine.run()
+        finally:
+            sys.settrace(traced)
 
     def interrupt_once(self, engine: InferenceEngine, call: int) -> None:
         """The call-th reservation of a page that is granted is followed by an interrupt."""
@@ -314,28 +359,14 @@ class Failures(EngineCase):
 
     def test_an_interrupt_anywhere_in_a_step_gives_nobody_wrong_tokens(self) -> None:
         """At the k-th line of the engine's own code: the step is done again, or the engine says that it has stopped.
-        (Not tried within the page manager's changes, whose observer ``_on_pages`` is.)"""
+        (Not tried within the page manager's changes, whose observer ``_on_pages`` is: there pages may be lost.)"""
         outcomes = Counter[str]()
         for k in range(0, 900, 7):
-            engine, lines = make_engine(**TIGHT), count()
+            engine = make_engine(**TIGHT)
             self.submit(engine, FIVE)
-
-            def trace(frame: FrameType, event: str, argument: object, k: int = k, lines: count[int] = lines) -> object:
-                own = frame.f_code.co_filename.endswith(("engine.py", "answers.py", "executor.py"))
-                if not own or frame.f_code.co_name == "_on_pages":
-                    return None
-                if event == "line" and next(lines) == k:
-                    raise KeyboardInterrupt
-                return trace
-
-            traced, ended = sys.gettrace(), "not interrupted"
-            sys.settrace(trace)
-            try:
-                engine.run()
-            except KeyboardInterrupt:
-                ended = "interrupted"
-            finally:
-                sys.settrace(traced)
+            self.assertRaises(KeyboardInterrupt, self.interrupted_at, engine, k,
+                              ("engine.py", "answers.py", "executor.py"), "_on_pages")
+            ended = "interrupted"
             try:
                 engine.run()
             except EngineError as error:
