@@ -38,19 +38,16 @@ class BlockTables:
             child.handle = self._kv.fork(parent.handle, child.id)
 
     def lacking(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those of the sequences that may have to reserve: few of them, while nothing is shared."""
+        """Those of the sequences that have to ``reserve``: few of them, while no page is shared."""
         if not self._kv:
             return []
-        if self._kv.shared_pages:  # any of them may be about to be written
-            return sequences
-        handles = self._kv.handles  # one that is missing was released from outside
-        return [sequence for sequence in sequences if sequence.known > sequence.room or sequence.handle not in handles]
+        lacks = self._kv.lacks
+        return [sequence for sequence in sequences if lacks(sequence.handle, sequence.known)]
 
     def reserve(self, sequence: Sequence) -> None:
         """Make all known positions writable. OutOfPagesError changes nothing."""
         if self._kv and sequence.handle:
             self._kv.reserve(sequence.handle, sequence.known)
-            sequence.room = self._kv.pages_for(sequence.known) * self._kv.page_size
 
     def fill(self, sequence: Sequence) -> None:
         """The computed positions hold keys and values now."""
@@ -66,14 +63,14 @@ class BlockTables:
             self._kv.swap_out(sequence.handle)
         except Exception:  # full, taken away from outside, not to be copied: computing again is always right
             return False
-        sequence.swapped, sequence.room = True, 0
+        sequence.swapped = True
         return True
 
     def close(self, sequence: Sequence) -> None:
         """Give the pages back, unless somebody outside already has."""
         if self._kv and sequence.handle and self._kv.owns(sequence.handle):
             self._kv.release(sequence.handle)
-        sequence.handle, sequence.swapped, sequence.room = None, False, 0
+        sequence.handle, sequence.swapped = None, False
 
     def lack(self, sequence: Sequence) -> str:
         """What its opening needs and what there is, in words."""

@@ -56,7 +56,7 @@ class Reasons(Mapping[str, str]):
         return repr(self._all())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ScheduleDecision:
     """What one step does. The tuples hold request ids; ``finished`` are those that ended since the last decision.
 
@@ -74,8 +74,13 @@ class ScheduleDecision:
     finished: tuple[str, ...]
     waiting: tuple[str, ...]
     running: tuple[str, ...]
-    reasons: Mapping[str, str]
+    why: Mapping[str, str]  # ``reasons``, not yet in words
     found: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """One sentence for each request, by id. O(requests) for each call."""
+        return dict(self.why)
 
     @property
     def scheduled_tokens(self) -> int:

@@ -437,8 +437,6 @@ class InferenceEngine:
         if not self.settings.use_cache:  # all of them, and only when the next token is due
             return Piece(list(tokens), 0, (), wants_logits=end == len(tokens))
         pages = self.kv.pages(self.scheduler.handle(sequence_id))
-        if end > len(pages) * self.kv.page_size:
-            raise EngineError(f"the pages of {sequence_id} were swapped out by somebody else")
         return _piece((tokens[start:end], start, pages, end == len(tokens)))
 
     def _positions(self, pieces: Iterable[Piece]) -> int:

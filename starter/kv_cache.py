@@ -27,7 +27,7 @@ Promises, each a property in tests/test_kv_cache.py:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, KeysView, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -115,11 +115,6 @@ class KVCacheManager:
         return self._pool.used
 
     @property
-    def shared_pages(self) -> int:
-        """Used pages that are in more than one table."""
-        return self._pool.shared
-
-    @property
     def total_host_pages(self) -> int:
         """Pages in the host pool."""
         return self._host.total
@@ -129,14 +124,15 @@ class KVCacheManager:
         """Host pages that hold nothing."""
         return self._host.available
 
-    @property
-    def handles(self) -> KeysView[KVHandle]:
-        """All that were given out and not released."""
-        return self._tables.keys()
+    def lacks(self, handle: KVHandle | None, token_count: int) -> bool:
+        """Would ``reserve`` have anything to do, or to say? While any page is shared, it may be about to be written."""
+        table = self._tables.get(handle) if handle else None
+        return (table is None or token_count > len(table.pages) * self.page_size or self._pool.shared > 0
+                or table.host_pages is not None)
 
     def owns(self, handle: KVHandle) -> bool:
         """Is this a handle of this manager that was not released?"""
-        return handle in self._tables
+        return isinstance(handle, KVHandle) and handle in self._tables
 
     def length(self, handle: KVHandle) -> int:
         """Tokens stored for this handle."""

@@ -272,10 +272,11 @@ class MetricsCollector:
         self.latest = frozenset()
 
     def _token(self, sequence: str, time: float) -> None:
-        if sequence in self.last:
-            self.buckets["itl"][bisect_left(BOUNDS["itl"], time - self.last[sequence])] += 1
+        life, before = self.lives[sequence], self.last.get(sequence)
+        self.last[sequence] = time
+        if before is not None:
+            self.buckets["itl"][bisect_left(BOUNDS["itl"], time - before)] += 1
             return
-        life = self.lives[sequence]
         life.first = time
         if not life.forked:
             self._sample("ttft", time - life.submitted)

@@ -109,8 +109,9 @@ def schedule(decision: ScheduleDecision) -> str:
              for chunk in decision.chunks}
     known = dict.fromkeys((*doing, *decision.preempted, *decision.running, *decision.waiting))
     doing = {**dict.fromkeys(decision.waiting, "waits"), **dict.fromkeys(decision.preempted, "preempted"), **doing}
+    reasons = decision.reasons
     rows = [(_swatch(hues.get(request, "none")), request, doing.get(request, "runs"),
-             decision.reasons.get(request, "")) for request in known]
+             reasons.get(request, "")) for request in known]
     line = f"{decision.scheduled_tokens} of {counted(decision.budget_tokens, 'token')}"
     return _line(f"Step {decision.step}", line) + _svg(642, 24, "".join(bars)) + _table(
         ("", "request", "this step", "why"), rows)

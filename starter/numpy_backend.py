@@ -81,10 +81,9 @@ class NumpyBackend:
         return table.rows(tokens) if isinstance(table, PackedMatrix) else table[:, tokens].T.copy()
 
     def norm(self, x: Array, gain: Array, epsilon: float) -> Array:
-        if len(x) == 1:  # a number is faster than an array of one
-            square = float(x[0].dot(x[0]))
-            return x * (gain * np.float32(1.0 / sqrt(square / len(gain) + epsilon)))
         scale = (x * x).dot(_averaging(len(gain)))                                  # mean of the squares, [T, 1]
+        if len(x) == 1:  # a number is faster than an array of one
+            return x * (gain * np.float32(1.0 / sqrt(scale.item() + epsilon)))
         scale += epsilon
         normed = x / np.sqrt(scale, out=scale)
         normed *= gain

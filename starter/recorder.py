@@ -79,7 +79,7 @@ class Recorder:
         self._append("step", {
             "budget": decision.budget_tokens, "computed": computed,
             "chunks": decision.chunks, "admitted": decision.admitted, "preempted": decision.preempted,
-            "waiting": decision.waiting, "running": decision.running, "reasons": decision.reasons,
+            "waiting": decision.waiting, "running": decision.running, "reasons": decision.why,
             "found": decision.found, "used_pages": kv.used_pages,
             "empty_slots": kv.internal_fragmentation()})
         self._under_way = True

@@ -29,7 +29,6 @@ class Sequence:
     id: str = field(init=False)  # the request's
     prompt_length: int = field(init=False)
     end: int = field(init=False)  # known tokens with which it is finished
-    room: int = 0  # slots that are known to be reserved
 
     def __post_init__(self) -> None:
         self.id = self.request.request_id

@@ -92,13 +92,12 @@ class BlockTablesTest(unittest.TestCase):
         kv.release(outside)
         kv.release(other.handle)
         self.assertEqual(tables.lacking([mine, other]), [other])
-        self.assertTrue(tables.swap_out(mine))
-        mine.known = 5
-        tables.open(mine)
-        self.assertEqual(tables.lacking([mine]), [mine])  # it has fewer pages than before
+        kv.swap_out(mine.handle)
+        self.assertEqual(tables.lacking([mine]), [mine])
+        kv.swap_in(mine.handle, 5)
+        self.assertEqual((mine.known, tables.lacking([mine])), (7, [mine]))  # it has fewer pages than before
         tables.reserve(mine)
-        tables.close(mine)
-        self.assertEqual(mine.room, 0)
+        self.assertEqual(tables.lacking([mine]), [])
 
     def test_without_pages(self) -> None:
         tables, mine = BlockTables(None, True, lambda name: []), sequence("r")

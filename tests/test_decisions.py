@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import unittest
 
 from starter.decisions import ScheduledChunk, ScheduleDecision, counted
@@ -23,12 +24,12 @@ class DecisionsTest(unittest.TestCase):
         told = [decision.reasons.get("a") for decision in decisions]
         self.assertEqual(told[1:4], [f"decodes position {i + 1}: token {i + 1} of at most 4" for i in (1, 2, 3)])
         for decision in decisions:
-            reasons = decision.reasons
-            self.assertEqual((len(reasons), dict(reasons), repr(reasons)),
-                             (len(list(reasons)), dict(reasons.items()), repr(dict(reasons))))
+            reasons, why = decision.reasons, decision.why
+            self.assertEqual(json.loads(json.dumps(reasons)), reasons)
+            self.assertEqual((len(why), dict(why), repr(why)), (len(reasons), reasons, repr(reasons)))
             self.assertLessEqual({chunk.request_id for chunk in decision.chunks}, set(reasons))
-            self.assertNotIn("z", reasons)
-            self.assertRaises(KeyError, reasons.__getitem__, "z")
+            self.assertNotIn("z", why)
+            self.assertRaises(KeyError, why.__getitem__, "z")
 
     def test_counted(self) -> None:
         self.assertEqual([counted(n, "page") for n in (0, 1, 2)], ["0 pages", "1 page", "2 pages"])

@@ -265,7 +265,7 @@ class Failures(EngineCase):
 
     def test_an_interrupt_while_pages_are_reserved_stops_the_engine(self) -> None:
         """Where it comes, they may be in nobody's hands: what was told is right, and nothing more is computed."""
-        for k in range(12):
+        for k in range(9):
             with self.subTest(k=k):
                 engine = make_engine(**TIGHT)
                 self.submit(engine, FIVE)

@@ -8,12 +8,14 @@ import tempfile
 import unittest
 from collections import Counter
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from starter.engine import InferenceEngine
 from starter.errors import EngineError, SchemaError
-from starter.metrics import Metrics, Summary
+from starter.metrics import Metrics, MetricsCollector, Summary
 from starter.schema import SamplingParams
 from starter.timeline import Event, read_timeline
 from tests.support import FaultyBackend, failing_at, make_engine, oracle, prompt_of
@@ -131,6 +133,28 @@ class TimesTest(unittest.TestCase):
                               finish(5.0, "a#1", "stop", 2)])
         self.assertEqual((metrics.submitted, metrics.output_tokens, sum(metrics.finished.values())), (1, 4, 1))
         self.assertEqual((metrics.ttft.count, metrics.tpot), (1, Summary(2, 2.0, 1.0, 3.0, 3.0, 3.0)))
+
+
+    def test_an_interrupt_between_two_first_tokens_of_a_step(self) -> None:
+        """What was counted can be asked for, and a request that was not counted whole can end."""
+        for k in range(1, 9):
+            with self.subTest(k=k):
+                collector, calls = MetricsCollector(), count(1)
+                for event in (HEADER, submit(0.0, "a"), submit(0.0, "b"), step(0.0, {"a": 3, "b": 3}, admitted="ab")):
+                    collector.observe(event)
+
+                def place(*arguments: Any, k: int = k, calls: count[int] = calls) -> int:
+                    if next(calls) == k:
+                        raise KeyboardInterrupt
+                    return 0
+
+                with patch("starter.metrics.bisect_left", place), suppress(KeyboardInterrupt):
+                    for names, time in (("ab", 1.0), ("ab", 2.0), ("a", 3.0), ("ab", 4.0)):
+                        collector.tokens(dict.fromkeys(names).keys(), time)
+                collector.snapshot()
+                for name in "ab":
+                    collector.observe(finish(5.0, name, generated=2))
+                self.assertEqual(collector.snapshot().finished["length"], 2)
 
 
 class CountsTest(unittest.TestCase):

@@ -183,6 +183,20 @@ class HostPool(Case):
                 with self.assertRaisesRegex(EngineError, account):
                     engine.kv.check()
 
+    def test_somebody_outside_swaps_a_running_request_out_and_back(self) -> None:
+        """Back come pages for what is stored alone, which may be fewer than it had: it reserves the others again."""
+        for steps in range(1, 10):
+            with self.subTest(steps=steps):
+                engine = make_engine(page_size=4, num_pages=12, preemption="swap", host_pages=8, budget_tokens=3)
+                self.submit(engine, {"a": Ask((2, 3, 4, 5, 6, 7, 8, 9, 10), 8)})
+                for _ in range(steps):
+                    self.step(engine)
+                handle = engine.scheduler.handle("a")
+                engine.scheduler.complete_step()
+                engine.kv.swap_out(handle)
+                engine.kv.swap_in(handle, engine.kv.length(handle))
+                self.finish(engine, {"a": Ask((2, 3, 4, 5, 6, 7, 8, 9, 10), 8)})
+
     def test_a_host_pool_that_cannot_be_written(self) -> None:
         """The copy fails: the victim is computed again."""
         def fail(source: int, target: int, origin: object = None) -> None:
