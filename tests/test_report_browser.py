@@ -76,9 +76,10 @@ def long_events() -> list[Event]:
         while requests and requests[0].arrival <= recorder.steps:
             recorder.submitted(requests[0])
             scheduler.submit(requests.pop(0))
-        with recorder.planning():
-            decision = scheduler.step(BUSY.budget_tokens)
-            recorder.planned(decision, decision.scheduled_tokens, kv)
+        recorder.hold_back()
+        decision = scheduler.step(BUSY.budget_tokens)
+        recorder.planned(decision, decision.scheduled_tokens, kv)
+        recorder.write_held_back()
         recorder.step_completed()
         scheduler.complete_step()
         ends = {chunk.request_id: chunk.start + chunk.count for chunk in decision.chunks}

@@ -73,7 +73,7 @@ def prefix_published_before_computed(patch):
     def allocate(self, request_id, token_count, tokens=None, salt=None):
         handle = right(self, request_id, token_count, tokens, salt)
         if self.prefix_sharing and tokens:
-            table = self._tables[handle.serial]
+            table = self._tables[handle]
             self._publish(replace(table, length=token_count), tokens)
         return handle
 
