@@ -149,7 +149,8 @@ class NumpyBackend:
         highest = x[np.arange(len(x)), best][:, None]
         if not np.isfinite(highest).all():  # of these the sampler will complain
             return [row.tolist() if not isfinite(row.max()) else self.logits(row[None])[0] for row in x]
-        below = x - highest
+        with np.errstate(over="ignore"):  # from one end of float32 to the other
+            below = x - highest
         sums = np.exp(below, out=below).dot(np.ones(x.shape[1], dtype=np.float32))  # [wanted]
         return [Logits(Choice(token, -log(total)), row) for token, total, row in zip(best.tolist(), sums.tolist(), x)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import unittest
+import warnings
 from array import array
 from math import exp, fsum, inf, log, nan
 
@@ -77,6 +78,10 @@ class NumpyTest(unittest.TestCase):
     def test_a_token_of_probability_0_disturbs_nobody(self) -> None:
         [row] = self.rows([[-inf, 0.0, 0.0]])
         self.assertAlmostEqual(row.greedy.logprob, -log(2), places=6)  # type: ignore[attr-defined]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            [row] = self.rows([[-3e38, 3e38, 0.0]])  # their difference is no float32
+        self.assertEqual(row.greedy, Choice(1, 0.0))  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
