@@ -125,10 +125,10 @@ class KVCacheManager:
         return self._host.available
 
     def lacks(self, handle: KVHandle | None, token_count: int) -> bool:
-        """Would ``reserve`` have anything to do, or to say? While any page is shared, it may be about to be written."""
+        """Would ``reserve`` have anything to do, or to say? A table that is swapped out has no pages; while any page is
+        shared, it may be about to be written."""
         table = self._tables.get(handle) if handle else None
-        return (table is None or token_count > len(table.pages) * self.page_size or self._pool.shared > 0
-                or table.host_pages is not None)
+        return table is None or token_count > len(table.pages) * self.page_size or self._pool.shared > 0
 
     def owns(self, handle: KVHandle) -> bool:
         """Is this a handle of this manager that was not released?"""
