@@ -43,7 +43,7 @@ class PagedStore(Protocol):
         """The span, cut where its rows must not be computed together."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen, which would set each field through a call: there is one or more a step
 class Group:
     """S spans with ``count`` rows each; n is the longest context."""
 
@@ -70,7 +70,7 @@ class Group:
         return cls(count, _rows(spans), ends, pages, slots, hidden)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Plan:
     """A batch's slots as an array, and its groups."""
 
@@ -115,10 +115,11 @@ def _tables(tables: tuple[tuple[int, ...], ...], page_size: int) -> tuple[Array,
 
 def _rows(spans: list[Span]) -> Rows:
     """The rows of the batch that belong to spans of equal count: a slice, where they lie side by side."""
-    first, count = spans[0].first_row, spans[0].count
-    if all(span.first_row == first + i * count for i, span in enumerate(spans)):
-        return slice(first, first + len(spans) * count)
-    return (np.array([span.first_row for span in spans])[:, None] + np.arange(count)).ravel()
+    count, firsts = spans[0].count, [span.first_row for span in spans]
+    end = firsts[0] + len(spans) * count
+    if firsts == list(range(firsts[0], end, count)):
+        return slice(firsts[0], end)
+    return (np.array(firsts)[:, None] + np.arange(count)).ravel()
 
 
 class Room:
@@ -141,7 +142,7 @@ class Room:
 
 
 @lru_cache
-def _ones(length: int) -> Array:
+def ones(length: int) -> Array:
     """A product with this column is a row's sum, and faster than ``sum``."""
     return np.ones((length, 1), dtype=np.float32)
 
@@ -167,5 +168,5 @@ def attend(q: Array, keys: Array, values: Array, group: Group) -> Array:
             scores -= scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores, out=scores)
     mixed = weights @ values.transpose(0, 2, 1, 3)                                   # [S, K, G * t, d]
-    mixed /= weights.reshape(-1, longest).dot(_ones(longest)).reshape(*mixed.shape[:-1], 1)
+    mixed /= weights.reshape(-1, longest).dot(ones(longest)).reshape(*mixed.shape[:-1], 1)
     return mixed.reshape(by_head.shape).transpose(0, 3, 1, 2, 4).reshape(q.shape)

@@ -22,18 +22,22 @@ from .backend import KVBounds
 from .batch import Batch, Span
 from .int8_pages import cut_by_page
 from .logits import Choice, Logits
-from .numpy_attention import Group, Plan, Room, attend
+from .numpy_attention import Group, Plan, Room, attend, ones
 from .numpy_int8_pages import NumpyInt8KVStore
 from .numpy_matrices import PackedMatrix
 from .quantization import QuantizedTensor, quantize
+from .records import quick
 from .schema import ModelConfig, QuantizationConfig
 from .weights import Tensor
+
+_choice = quick(Choice)
 
 Array = Any  # numpy.ndarray, float32
 Matrix = Any  # Array [columns, rows], or PackedMatrix
 
 LARGE = 2**18  # numbers of a matrix
 MOST_ROWS = 128  # of a chunk that are computed together
+NEGLIGIBLE = 200.0  # exp(-200) is 0 in float32
 MOST_ANGLES = 2**14  # positions whose angles are kept, 8 MB at most where a head has 128 numbers
 
 
@@ -78,7 +82,7 @@ class NumpyBackend:
     # --------------------------------------------------------------------------------------- operations
 
     def embed(self, table: Matrix, tokens: Sequence[int]) -> Array:
-        return table.rows(tokens) if isinstance(table, PackedMatrix) else table[:, tokens].T.copy()
+        return table.rows(tokens) if isinstance(table, PackedMatrix) else table.take(tokens, 1).T.copy()
 
     def norm(self, x: Array, gain: Array, epsilon: float) -> Array:
         scale = (x * x).dot(_averaging(len(gain)))                                  # mean of the squares, [T, 1]
@@ -142,17 +146,18 @@ class NumpyBackend:
         return x + y
 
     def pick(self, x: Array, rows: Sequence[int]) -> Array:
-        return x[np.asarray(rows)]
+        return x if len(rows) == len(x) else x.take(rows, 0)  # in their order, each once
 
     def logits(self, x: Array) -> Sequence[Sequence[float]]:
         best = x.argmax(axis=1)                                     # of equals, the first; of NaN, if there is one
-        highest = x[np.arange(len(x)), best][:, None]
-        if not np.isfinite(highest).all():  # of these the sampler will complain
+        highest = x[np.arange(len(x)), best]                                        # [wanted]
+        if not isfinite(sum(highest.tolist())):  # of one that is not finite the sampler will complain
             return [row.tolist() if not isfinite(row.max()) else self.logits(row[None])[0] for row in x]
-        with np.errstate(over="ignore"):  # from one end of float32 to the other
-            below = x - highest
-        sums = np.exp(below, out=below).dot(np.ones(x.shape[1], dtype=np.float32))  # [wanted]
-        return [Logits(Choice(token, -log(total)), row) for token, total, row in zip(best.tolist(), sums.tolist(), x)]
+        below = np.maximum(x, highest[:, None] - NEGLIGIBLE)  # or the difference might not fit into float32
+        below -= highest[:, None]
+        sums = np.exp(below, out=below).dot(ones(x.shape[1]))                       # [wanted, 1]
+        return [Logits(_choice((token, -log(total), ())), row)
+                for token, total, row in zip(best.tolist(), sums.ravel().tolist(), x)]
 
     def to_lists(self, x: Any) -> list[list[float]]:
         lists: list[list[float]] = np.asarray(x).tolist()
