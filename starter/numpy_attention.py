@@ -2,9 +2,9 @@
 
     decodes at positions 4, 5, 5, and a chunk of 3 rows that ends with position 8
 
-    group  rows       counts  contexts                          keys [S, n, K, d]
-    0      [0, 1, 2]  1       5, 6, 6: the first one is padded  [3, 6, K, d]
-    1      [3, 4, 5]  3       9                                 [1, 9, K, d]
+    group  rows       counts  contexts                          keys [S, K, d, n]
+    0      [0, 1, 2]  1       5, 6, 6: the first one is padded  [3, K, d, 6]
+    1      [3, 4, 5]  3       9                                 [1, K, d, 9]
 
 The S spans of a group have the same count of rows, and contexts of nearly the same length n. A shorter context is
 padded with its own first position again, so nothing is read but what the request itself has written (pages that are
@@ -15,19 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from math import prod, sqrt
+from functools import cached_property, lru_cache
+from math import sqrt
 from typing import Any, Protocol, Union
 
 import numpy as np
 
 from .batch import Batch, Span
+from .numpy_contexts import KEPT, KeptContexts
 
 Array = Any  # numpy.ndarray
 Rows = Union[slice, Array]
 
 PADDING = 12_000  # numbers of padded keys, in a layer, that cost about as much as the calls for one more group
-TILE = 64 * 1024  # numbers of a group's keys, in a layer: they are gathered, then multiplied, and stay in the cache
+TILE = 128 * 1024  # numbers of a group's keys, in a layer: what is multiplied at once stays in the cache
 SAFE = 60.0  # exp(60) * exp(-(-60)) * any context is far from float32's end, 1e38
 
 
@@ -37,37 +38,69 @@ class PagedStore(Protocol):
     page_size: int
     kv_heads: int
     head_width: int
+    width: int  # of all layers' keys together
     plan: Plan | None
 
     def parts(self, span: Span) -> Iterable[Span]:
         """The span, cut where its rows must not be computed together."""
 
+    def looks_the_same(self, group: Group) -> bool:
+        """Are the positions of a decode, its own aside, still the numbers that the decode before it saw?"""
+
 
 @dataclass(eq=False)  # not frozen, which would set each field through a call: there is one or more a step
 class Group:
-    """S spans with ``count`` rows each; n is the longest context."""
+    """S spans with ``count`` rows each, the shortest context first; n is the longest."""
 
     count: int
     rows: Rows  # of the batch: [S * count]
-    ends: Array  # [S, 1]
-    pages: Array  # [S, most pages]: block tables, the shorter ones padded with their first page
-    slots: Array  # [S, n]: of positions 0 .. n - 1, the shorter ones padded with their first slot
-    hidden: Array | None  # float32 [S, 1, 1, count, n]: -inf where a row must not look, else 0; None: all may be seen
+    written: Array  # [S * count]: slots of those rows
+    ends: list[int]  # of the contexts: [S]
+    tables: tuple[tuple[int, ...], ...]  # their pages: S block tables
+    page_size: int
+    hidden: Array | None  # float32 [S, 1, count, n]: -inf where a row must not look, else 0; None: all may be seen
+    kept: KeptContexts | None = None
 
     @classmethod
-    def of(cls, spans: list[Span], page_size: int) -> Group:
-        """Of spans in the order of ``grouped``. O(S * (pages + count * n)), in a fixed number of array operations."""
-        count, longest = spans[0].count, spans[-1].end
-        pages, slots = _tables(tuple([tuple(span.pages[:-(-span.end // page_size)]) for span in spans]), page_size)
-        slots = np.ascontiguousarray(slots[:, :longest])
-        ends = np.array([span.end for span in spans])[:, None]
+    def of(cls, spans: list[Span], page_size: int, slots: Array) -> Group:
+        """Of spans in the order of ``grouped``, and the batch's slots. O(S * (pages + count * n)), and O(S * pages) for
+        decodes of equal length."""
+        count, rows, ends = spans[0].count, _rows(spans), [span.end for span in spans]
+        tables = tuple([tuple(span.pages[:-(-span.end // page_size)]) for span in spans])
         hidden = None
-        if count > 1 or spans[0].end < longest:
-            positions = np.arange(longest)
-            slots = np.where(positions < ends, slots, slots[:, :1])
-            last_seen = ends - count + np.arange(count)                              # [S, count]
-            hidden = np.where(positions > last_seen[:, :, None], np.float32("-inf"), np.float32(0))[:, None, None]
-        return cls(count, _rows(spans), ends, pages, slots, hidden)
+        if count > 1 or ends[0] < ends[-1]:
+            last_seen = np.array(ends)[:, None] - count + np.arange(count)           # [S, count]
+            beyond = np.arange(ends[-1]) > last_seen[:, :, None]
+            hidden = np.where(beyond, np.float32("-inf"), np.float32(0))[:, None]
+        return cls(count, rows, slots[rows], ends, tables, page_size, hidden)
+
+    @property
+    def capacity(self) -> int:
+        """Positions in the pages of the longest context."""
+        return len(self.tables[-1]) * self.page_size
+
+    @property
+    def pages(self) -> Array:
+        """[S, most pages]: block tables, the shorter ones padded with their first page."""
+        return _tables(self.tables, self.page_size)[0]
+
+    @cached_property
+    def slots(self) -> Array:
+        """[S, n]: of positions 0 .. n - 1, the shorter contexts padded with their first slot."""
+        slots = _tables(self.tables, self.page_size)[1][:, :self.ends[-1]]
+        if self.ends[0] == self.ends[-1]:
+            return np.ascontiguousarray(slots)
+        return np.where(np.arange(self.ends[-1]) < np.array(self.ends)[:, None], slots, slots[:, :1])
+
+    @cached_property
+    def newest(self) -> tuple[Array, Array]:
+        """Where in [S, n] the newest positions are."""
+        return np.arange(len(self.ends)), np.array(self.ends) - 1
+
+    def goes_on_from(self, earlier: Group) -> bool:
+        """Are these decodes, each one position after those of an earlier group?"""
+        return (self.count == 1 and self.ends == [end + 1 for end in earlier.ends]
+                and all(pages[:len(before)] == before for pages, before in zip(self.tables, earlier.tables)))
 
 
 @dataclass(eq=False)
@@ -80,21 +113,28 @@ class Plan:
 
     @classmethod
     def of(cls, batch: Batch, store: PagedStore) -> Plan:
-        """The plan of the last batch is kept in the store, for the layers to come."""
-        if store.plan is None or store.plan.batch is not batch:
+        """The plan of the last batch is kept in the store, for the layers to come and for the next batch."""
+        last = store.plan
+        if last is None or last.batch is not batch:
+            slots = np.array(batch.slots)
             parts = [part for span in batch.spans for part in store.parts(span)]
-            groups = grouped(parts, store.kv_heads * store.head_width)
-            store.plan = cls(batch, np.array(batch.slots), [Group.of(spans, store.page_size) for spans in groups])
-        return store.plan
+            groups = [Group.of(spans, store.page_size, slots)
+                      for spans in grouped(parts, store.kv_heads * store.head_width)]
+            if last:
+                _keep(groups, last.groups, store)
+            store.plan = last = cls(batch, slots, groups)
+        return last
 
 
 def grouped(spans: Iterable[Span], key_width: int) -> Iterator[list[Span]]:
-    """Spans of equal count, the shortest context first, as many together as PADDING and TILE allow."""
+    """Spans of equal count, the shortest context first, as many together as PADDING and TILE allow. Decodes that stay
+    together stay in one group, until somebody begins a page."""
     group: list[Span] = []
     total = 0
     for span in sorted(spans, key=lambda span: (span.count, span.end)):
         padded = (len(group) + 1) * span.end
-        if group and (span.count != group[0].count or padded * key_width > TILE
+        in_pages = (len(group) + 1) * -(-span.end // span.page_size) * span.page_size
+        if group and (span.count != group[0].count or in_pages * key_width > TILE
                       or (padded - total - span.end) * key_width > PADDING):
             yield group
             group, total = [], 0
@@ -102,6 +142,18 @@ def grouped(spans: Iterable[Span], key_width: int) -> Iterator[list[Span]]:
         total += span.end
     if group:
         yield group
+
+
+def _keep(groups: list[Group], earlier: list[Group], store: PagedStore) -> None:
+    """Let groups that go on from the last step's keep their contexts, the shortest first, as far as KEPT reaches."""
+    left = KEPT
+    for group in groups:
+        before = next((before for before in earlier if group.goes_on_from(before)), None)
+        size = 8 * store.width * len(group.ends) * group.capacity  # a key and a value of 4 bytes
+        if before and size <= left:
+            left -= size
+            kept = before.kept if store.looks_the_same(group) else None
+            group.kept = kept if kept and kept.capacity == group.capacity else KeptContexts(group.capacity)
 
 
 @lru_cache(8)
@@ -122,25 +174,6 @@ def _rows(spans: list[Span]) -> Rows:
     return (np.array(firsts)[:, None] + np.arange(count)).ravel()
 
 
-class Room:
-    """Memory for the keys and values of one group after the other: new arrays would cost page faults each time."""
-
-    def __init__(self) -> None:
-        self._numbers = np.empty((2, 0), dtype=np.float32)
-        self._shape: tuple[int, ...] = ()
-        self._latest: tuple[Array, Array] = self._numbers[0], self._numbers[1]
-
-    def of(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
-        """Two arrays of this shape, which hold anything."""
-        if shape != self._shape:  # else it is the next layer's turn
-            size = prod(shape)
-            if size > self._numbers.shape[1]:
-                self._numbers = np.empty((2, size), dtype=np.float32)
-            keys, values = self._numbers[:, :size]
-            self._shape, self._latest = shape, (keys.reshape(shape), values.reshape(shape))
-        return self._latest
-
-
 @lru_cache
 def ones(length: int) -> Array:
     """A product with this column is a row's sum, and faster than ``sum``."""
@@ -153,20 +186,21 @@ def _scale(head_width: int) -> Any:
 
 
 def attend(q: Array, keys: Array, values: Array, group: Group) -> Array:
-    """softmax(q . k / sqrt(d)) . v of a group's rows: q [S * t, H * d], keys and values [S, n, K, d] -> as q."""
-    spans, longest, kv_heads, width = keys.shape
+    """softmax(q . k / sqrt(d)) . v of a group's rows: q [S * t, H * d], keys [S, K, d, n], values [S, K, n, d]
+    -> as q."""
+    spans, kv_heads, width, longest = keys.shape
     shape = (spans, group.count, kv_heads, -1, width)                                # S, t, K, G, d
     by_head = (q * _scale(width)).reshape(shape).transpose(0, 2, 3, 1, 4)            # [S, K, G, t, d]
-    scores = by_head.reshape(spans, kv_heads, -1, width) @ keys.transpose(0, 2, 3, 1)  # [S, K, G * t, n]
+    scores = by_head.reshape(spans, kv_heads, -1, width) @ keys                      # [S, K, G * t, n]
     flat = scores.reshape(-1)  # where argmax and argmin are faster than max and min
     safe = flat[flat.argmin()] > -SAFE and flat[flat.argmax()] < SAFE  # False for NaN, too
     if group.hidden is not None:
-        masked = scores.reshape(*by_head.shape[:4], -1)                              # [S, K, G, t, n]
+        masked = scores.reshape(spans, -1, group.count, longest)
         masked += group.hidden
     if not safe:  # the largest score of each row to 0; it is not needed else, and costs as much as a product
         with np.errstate(invalid="ignore"):  # inf - inf
             scores -= scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores, out=scores)
-    mixed = weights @ values.transpose(0, 2, 1, 3)                                   # [S, K, G * t, d]
+    mixed = weights @ values                                                         # [S, K, G * t, d]
     mixed /= weights.reshape(-1, longest).dot(ones(longest)).reshape(*mixed.shape[:-1], 1)
     return mixed.reshape(by_head.shape).transpose(0, 3, 1, 2, 4).reshape(q.shape)

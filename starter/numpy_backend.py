@@ -22,7 +22,8 @@ from .backend import KVBounds
 from .batch import Batch, Span
 from .int8_pages import cut_by_page
 from .logits import Choice, Logits
-from .numpy_attention import Group, Plan, Room, attend, ones
+from .numpy_attention import Group, Plan, attend, ones
+from .numpy_contexts import Room
 from .numpy_int8_pages import NumpyInt8KVStore
 from .numpy_matrices import PackedMatrix
 from .quantization import QuantizedTensor, quantize
@@ -82,7 +83,9 @@ class NumpyBackend:
     # --------------------------------------------------------------------------------------- operations
 
     def embed(self, table: Matrix, tokens: Sequence[int]) -> Array:
-        return table.rows(tokens) if isinstance(table, PackedMatrix) else table.take(tokens, 1).T.copy()
+        if isinstance(table, PackedMatrix):
+            return table.rows(tokens)
+        return table[:, tokens].T.copy()  # ``take`` is faster, but would copy all of a table that lies the other way
 
     def norm(self, x: Array, gain: Array, epsilon: float) -> Array:
         scale = (x * x).dot(_averaging(len(gain)))                                  # mean of the squares, [T, 1]
@@ -128,11 +131,15 @@ class NumpyBackend:
         plan = Plan.of(batch, store)
         store.write_layer(layer, plan.slots, k, v)
         if len(plan.groups) == 1 and isinstance(plan.groups[0].rows, slice):  # all rows, in their order
-            return attend(q, *store.context(layer, plan.groups[0]), plan.groups[0])
+            return attend(q, *self._context(layer, plan.groups[0], store), plan.groups[0])
         out = np.empty_like(q)
         for group in plan.groups:
-            out[group.rows] = attend(q[group.rows], *store.context(layer, group), group)
+            out[group.rows] = attend(q[group.rows], *self._context(layer, group, store), group)
         return out
+
+    @staticmethod
+    def _context(layer: int, group: Group, store: NumpyStore) -> tuple[Array, Array]:
+        return group.kept.of(layer, group, store) if group.kept else store.gather(layer, group)
 
     def swiglu(self, gate: Array, up: Array) -> Array:
         half = gate * np.float32(0.5)  # z / (1 + exp(-z)) = z/2 (1 + tanh(z/2)), in which nothing overflows
@@ -217,14 +224,24 @@ class NumpyKVStore:
         """All rows of a span see the same numbers, up to their own positions; long chunks are cut for the cache."""
         return [span] if span.count <= MOST_ROWS else cut_by_page(span, MOST_ROWS)
 
-    def context(self, layer: int, group: Group) -> tuple[Array, Array]:
-        """Keys and values of a group's contexts, [S, n, kv_heads, head_width] each, until the next call."""
+    def looks_the_same(self, group: Group) -> bool:
+        """Once written, a position's numbers stay."""
+        return True
+
+    def gather(self, layer: int, group: Group) -> tuple[Array, Array]:
+        """Keys [S, kv_heads, head_width, n] and values [S, kv_heads, n, head_width] of a group's contexts, until the
+        next call."""
         keys, values = self._room.of((*group.slots.shape, self.kv_heads, self.head_width))
         self.keys[layer].take(group.slots, axis=0, out=keys, mode="clip")  # "raise" would gather into a copy
         self.values[layer].take(group.slots, axis=0, out=values, mode="clip")
-        return keys, values
+        return keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)
+
+    def newest(self, layer: int, group: Group) -> tuple[Array, Array]:
+        """Keys and values of the group's own rows, [S, kv_heads, head_width] each."""
+        return self.keys[layer].take(group.written, axis=0), self.values[layer].take(group.written, axis=0)
 
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
+        self.plan = None
         shape = (-1, self.kv_heads, self.head_width)
         slot = page * self.page_size + offset
         self.keys[:, slot] = np.asarray(key, dtype=np.float32).reshape(shape)
@@ -235,6 +252,7 @@ class NumpyKVStore:
         return self.keys[:, slot].ravel().tolist(), self.values[:, slot].ravel().tolist()
 
     def copy_page(self, source: int, target: int, origin: NumpyKVStore | None = None) -> None:
+        self.plan = None
         size, origin = self.page_size, origin or self
         for theirs, ours in ((origin.keys, self.keys), (origin.values, self.values)):
             ours[:, target * size:(target + 1) * size] = theirs[:, source * size:(source + 1) * size]

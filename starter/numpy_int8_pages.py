@@ -13,7 +13,8 @@ import numpy as np
 
 from .batch import Span
 from .int8_pages import SMALLEST_SCALE, cut_by_page
-from .numpy_attention import Group, Plan, Room
+from .numpy_attention import Group, Plan
+from .numpy_contexts import Room
 
 Array = Any  # numpy.ndarray
 
@@ -89,20 +90,31 @@ class NumpyInt8KVStore:
         """Rows of different pages see different numbers."""
         return [span] if span.count == 1 else cut_by_page(span, self.page_size)
 
-    def context(self, layer: int, group: Group) -> tuple[Array, Array]:
-        """Keys and values that the rows of a group see, [S, n, kv_heads, head_width] each, until the next call."""
-        spans, longest = group.slots.shape
-        keys, values = self._room.of((*group.pages.shape, self.page_size, self.kv_heads, self.head_width))
-        self._read_keys(keys, group.pages, layer)
-        self._read_values(values, group.pages, layer)
-        own = (group.ends[:, 0] - 1) // self.page_size  # the rows' own pages, as floats
-        tails = [self._tail(page)[layer] for page in group.pages[range(spans), own].tolist()]
-        keys[range(spans), own] = np.stack(tails).swapaxes(1, 2)
+    def looks_the_same(self, group: Group) -> bool:
+        """When a request begins a page, it sees the one before as codes, no more as floats."""
+        return all((end - 1) % self.page_size for end in group.ends)
+
+    def gather(self, layer: int, group: Group) -> tuple[Array, Array]:
+        """Keys [S, kv_heads, head_width, n] and values [S, kv_heads, n, head_width] that the rows of a group see, until
+        the next call."""
+        spans, longest, pages = len(group.ends), group.ends[-1], group.pages
+        keys, values = self._room.of((*pages.shape, self.page_size, self.kv_heads, self.head_width))
+        self._read_keys(keys, pages, layer)
+        self._read_values(values, pages, layer)
+        own = [len(table) - 1 for table in group.tables]  # the rows' own pages, as floats
+        keys[range(spans), own] = np.stack([self._tail(table[-1])[layer] for table in group.tables]).swapaxes(1, 2)
         shape = (spans, -1, self.kv_heads, self.head_width)
         keys, values = keys.reshape(shape)[:, :longest], values.reshape(shape)[:, :longest]
-        unwritten = np.arange(longest) >= group.ends
+        unwritten = np.arange(longest) >= np.array(group.ends)[:, None]
         keys[unwritten] = values[unwritten] = 0.0  # what an earlier owner left there may be anything
-        return keys, values
+        return keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)
+
+    def newest(self, layer: int, group: Group) -> tuple[Array, Array]:
+        """What the rows see of themselves, one row a span: [S, kv_heads, head_width] each."""
+        pages, offsets = np.divmod(group.written, self.page_size)
+        keys = np.stack([self._tail(page)[layer, :, offset] for page, offset in zip(pages.tolist(), offsets.tolist())])
+        codes, scales = self.value_codes[pages, layer, :, offsets], self.value_scales[pages, layer, :, offsets]
+        return keys, codes * scales[..., None]
 
     def _read_keys(self, keys: Array, pages: Any, layer: Any) -> None:
         """Full pages, dequantized, into [..., page_size, kv_heads, head_width]."""
@@ -118,6 +130,7 @@ class NumpyInt8KVStore:
     # --------------------------------------------------------------------------------------------- pages
 
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
+        self.plan = None
         slot = page * self.page_size + offset
         for layer, rows in enumerate(np.asarray([key, value], np.float32).reshape(2, self._tail_shape[0], 1, -1
                                                                                   ).swapaxes(0, 1)):
@@ -133,6 +146,7 @@ class NumpyInt8KVStore:
         return key[:, offset].ravel().tolist(), value[:, offset].ravel().tolist()
 
     def copy_page(self, source: int, target: int, origin: NumpyInt8KVStore | None = None) -> None:
+        self.plan = None
         origin = origin or self
         for name in ("key_codes", "key_lows", "key_scales", "value_codes", "value_scales"):
             getattr(self, name)[target] = getattr(origin, name)[source]

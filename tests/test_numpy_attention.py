@@ -82,6 +82,21 @@ class GroupTest(unittest.TestCase):
                         self.assertLessEqual(sum(longest - span.end for span in group) * width, padding)
         self.assertEqual(list(self.module.grouped([], 1)), [])
 
+    def test_decodes_stay_in_their_groups_until_one_begins_a_page(self) -> None:
+        """What is kept of a group is kept for these requests together."""
+        compared = 0
+        for seed in range(50):
+            dice = random.Random(seed)
+            ends = [dice.choice((30, 31, 60)) + dice.randint(0, 12) for _ in range(12)]
+            limits = {"PADDING": dice.choice((0, 40, 4000)), "TILE": dice.randint(30, 900)}
+            with mock.patch.multiple(self.module, **limits):
+                before, after = ([[span.first_row for span in group] for group in self.module.grouped(
+                    [Span(row, 1, end + step, (), 16) for row, end in enumerate(ends)], 1)] for step in (0, 1))
+            if all(end % 16 for end in ends):
+                compared += 1
+                self.assertEqual(before, after)
+        self.assertGreater(compared, 5)
+
     def test_equal_decodes_are_one_group_without_a_mask(self) -> None:
         """The steady state: nothing is padded, nothing hidden, the rows are a slice."""
         store = load_backend("numpy").kv_store(CONFIG, 8, 4)
@@ -139,9 +154,9 @@ class GroupTest(unittest.TestCase):
         query = [-30.0, -30.0]
         scores = [fsum(a * b for a, b in zip(query, key)) / sqrt(2) for key in keys]
         self.assertLess(max(scores), -1000)
-        group = self.module.Group.of([Span(0, 1, 2, (0,), 2)], 2)
-        q, k, v = (self.np.array(x, dtype=self.np.float32) for x in ([query], [[[key] for key in keys]],
-                                                                    [[[value] for value in values]]))
+        group = self.module.Group.of([Span(0, 1, 2, (0,), 2)], 2, self.np.array([1]))
+        q, k, v = (self.np.array(x, dtype=self.np.float32)
+                   for x in ([query], [[list(zip(*keys))]], [[values]]))
         for a, b in zip(self.module.attend(q, k, v, group)[0].tolist(), softmax_average(scores, values), strict=True):
             self.assertAlmostEqual(a, b, places=5)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 import unittest
+from array import array
 from typing import Any
 
 from starter import InferenceEngine, load_backend, load_scenario
@@ -13,7 +15,7 @@ from starter.int8_pages import Int8KVStore
 from starter.model import Model
 from starter.play import play, tokens_of
 from starter.schema import QuantizationConfig
-from starter.weights import seeded_weights
+from starter.weights import Tensor, seeded_weights
 from tests.extras import needs
 from tests.models import random_config, split_prompts
 from tests.paths import FIXTURE
@@ -75,6 +77,20 @@ class NumpyBackendTest(unittest.TestCase):
             exact = row.astype(np.float64) / np.sqrt((row.astype(np.float64) ** 2).mean() + 1e-5) * gain
             for found in (backend.norm(row[None], gain, 1e-5)[0], expected):
                 np.testing.assert_allclose(found, exact, rtol=2e-6, atol=1e-7)
+
+    def test_looking_up_tokens_copies_no_table(self) -> None:
+        """That of a real model has 100 MB and more, and every step looks tokens up."""
+        backend = load_backend("numpy")
+        for rows in (1000, 9000):  # a small table lies one way in memory, a large one the other
+            with self.subTest(rows=rows):
+                table = backend.matrix(Tensor((rows, 64), array("f", range(rows * 64))), None)
+                tracemalloc.start()
+                try:
+                    found = backend.embed(table, [3, rows - 1])
+                    self.assertLess(tracemalloc.get_traced_memory()[1], 50_000)
+                finally:
+                    tracemalloc.stop()
+                self.assertEqual([row[0] for row in found.tolist()], [3 * 64, (rows - 1) * 64])
 
     def test_nan_in_free_pages_reaches_no_output(self) -> None:
         """K066: unwritten slots hold NaN; 0 * NaN would poison the values of a padded attention."""

@@ -35,7 +35,7 @@ SIGNATURES = {
     "InferenceEngine.cancel": "self request_id",
 }
 # Modules that need a package
-OPTIONAL = {"numpy_attention", "numpy_backend", "numpy_blocks", "numpy_int8_pages", "numpy_matrices",
+OPTIONAL = {"numpy_attention", "numpy_backend", "numpy_blocks", "numpy_contexts", "numpy_int8_pages", "numpy_matrices",
             "cuda_backend", "cuda_device", "cuda_int8_pages", "cuda_matrices", "cuda_pages", "warp_int8_kernels",
             "warp_kernels"}
 IMPORT = """
