@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .records import quick
+
 
 class Piece(NamedTuple):
     """What one request computes in a step: ``tokens`` at positions start, start + 1, ...; ``pages``: block table."""
@@ -29,28 +31,27 @@ class Piece(NamedTuple):
     wants_logits: bool
 
 
-@dataclass(slots=True)  # not frozen, which would set each field through a call: there is one a request and step
-class Span:
+class Span(NamedTuple):
     """The rows of one request in a batch: rows first_row .. first_row + count - 1, positions end - count .. end - 1."""
 
     first_row: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
     end: int
     pages: Sequence[int]
     page_size: int
-    _context: Sequence[int] | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
-    def context(self) -> Sequence[int]:
-        """Slots of positions 0 .. end - 1; the token at position p may look at the first p + 1. O(end), once."""
-        if self._context is None:
-            self._context = slots(self.pages, self.page_size, 0, self.end)
-        return self._context
+    def context(self) -> list[int]:
+        """Slots of positions 0 .. end - 1; the token at position p may look at the first p + 1. O(end)."""
+        return slots(self.pages, self.page_size, 0, self.end)
 
     @property
     def start(self) -> int:
         """Position of the first row."""
         return self.end - self.count
+
+
+_span = quick(Span)
 
 
 def slots(pages: Sequence[int], page_size: int, start: int, end: int) -> list[int]:
@@ -81,7 +82,7 @@ class Batch:
         logit_rows: list[int] = []
         for new, start, pages, wants_logits in pieces:
             count = len(new)
-            spans.append(Span(len(tokens), count, start + count, pages, page_size))
+            spans.append(_span((len(tokens), count, start + count, pages, page_size)))
             tokens += new
             if count == 1:  # as nearly always
                 positions.append(start)

@@ -199,7 +199,8 @@ class CpuKVStore:
     def context(self, layer: int, head: int, span: Span) -> tuple[list[Row], list[Row]]:
         """Keys of the span's context, and the values transposed: [end][head_width] and [head_width][end]."""
         keys, values = self.keys[layer][head], self.values[layer][head]
-        return [keys[slot] for slot in span.context], list(zip(*[values[slot] for slot in span.context]))
+        slots = span.context
+        return [keys[slot] for slot in slots], list(zip(*[values[slot] for slot in slots]))
 
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
         slot = page * self.page_size + offset

@@ -140,7 +140,8 @@ class KVCacheManager:
 
     def pages(self, handle: KVHandle) -> tuple[int, ...]:
         """The block table: page ids in the order of positions; empty while swapped out."""
-        return tuple(self._table(handle).pages)
+        table = self._tables.get(handle) if isinstance(handle, KVHandle) else None  # at once: a call less a token
+        return tuple((table or self._table(handle)).pages)
 
     def page(self, page_id: int) -> PageInfo:
         """Who uses a page. O(tables): for people and tests, not for the hot path."""
