@@ -22,7 +22,7 @@ from typing import Any, Protocol, Union
 import numpy as np
 
 from .batch import Batch, Span
-from .numpy_contexts import KEPT, KeptContexts
+from .numpy_contexts import KeptContexts, Pages, pass_on
 
 Array = Any  # numpy.ndarray
 Rows = Union[slice, Array]
@@ -32,20 +32,14 @@ TILE = 128 * 1024  # numbers of a group's keys, in a layer: what is multiplied a
 SAFE = 60.0  # exp(60) * exp(-(-60)) * any context is far from float32's end, 1e38
 
 
-class PagedStore(Protocol):
+class PagedStore(Pages, Protocol):
     """What grouping asks of a store."""
 
     page_size: int
-    kv_heads: int
-    head_width: int
-    width: int  # of all layers' keys together
     plan: Plan | None
 
     def parts(self, span: Span) -> Iterable[Span]:
         """The span, cut where its rows must not be computed together."""
-
-    def looks_the_same(self, group: Group) -> bool:
-        """Are the positions of a decode, its own aside, still the numbers that the decode before it saw?"""
 
 
 @dataclass(eq=False)  # not frozen, which would set each field through a call: there is one or more a step
@@ -73,11 +67,6 @@ class Group:
             beyond = np.arange(ends[-1]) > last_seen[:, :, None]
             hidden = np.where(beyond, np.float32("-inf"), np.float32(0))[:, None]
         return cls(count, rows, slots[rows], ends, tables, page_size, hidden)
-
-    @property
-    def capacity(self) -> int:
-        """Positions in the pages of the longest context."""
-        return len(self.tables[-1]) * self.page_size
 
     @property
     def pages(self) -> Array:
@@ -121,7 +110,7 @@ class Plan:
             groups = [Group.of(spans, store.page_size, slots)
                       for spans in grouped(parts, store.kv_heads * store.head_width)]
             if last:
-                _keep(groups, last.groups, store)
+                pass_on(groups, last.groups, store)
             store.plan = last = cls(batch, slots, groups)
         return last
 
@@ -142,18 +131,6 @@ def grouped(spans: Iterable[Span], key_width: int) -> Iterator[list[Span]]:
         total += span.end
     if group:
         yield group
-
-
-def _keep(groups: list[Group], earlier: list[Group], store: PagedStore) -> None:
-    """Let groups that go on from the last step's keep their contexts, the shortest first, as far as KEPT reaches."""
-    left = KEPT
-    for group in groups:
-        before = next((before for before in earlier if group.goes_on_from(before)), None)
-        size = 8 * store.width * len(group.ends) * group.capacity  # a key and a value of 4 bytes
-        if before and size <= left:
-            left -= size
-            kept = before.kept if store.looks_the_same(group) else None
-            group.kept = kept if kept and kept.capacity == group.capacity else KeptContexts(group.capacity)
 
 
 @lru_cache(8)

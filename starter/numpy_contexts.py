@@ -17,6 +17,7 @@ another way than by that step (a copy, a page that is swapped in, ``KVCacheManag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, Protocol
 
@@ -25,26 +26,54 @@ import numpy as np
 Array = Any  # numpy.ndarray
 
 KEPT = 16 * 1024**2  # bytes of a pool's kept contexts
+WORTH = 3000  # numbers of a group's keys, in a layer: what is smaller is gathered as fast as it is found again
+GROWTH = 64  # positions: a kept context has room for a multiple of that, and is gathered anew when it is full
 
 
 class Decodes(Protocol):
-    """What is asked of a ``Group`` of S spans with one row each."""
+    """What is asked of a ``Group`` of S spans with one row each; n is the longest context."""
 
-    ends: list[int]
+    ends: list[int]  # of the contexts: [S]
+    kept: KeptContexts | None
 
     @property
     def newest(self) -> tuple[Array, Array]:
         """Where in [S, n] the newest positions are."""
 
+    def goes_on_from(self, earlier: Any) -> bool:
+        """Are these decodes, each one position after those of an earlier group?"""
+
 
 class Pages(Protocol):
-    """A pool's keys and values."""
+    """A pool's keys and values: K heads of d numbers in a layer."""
+
+    kv_heads: int
+    head_width: int
+    width: int  # of all layers' keys together
+
+    def looks_the_same(self, group: Any) -> bool:
+        """Are the positions of a decode, its own aside, still the numbers that the decode before it saw?"""
 
     def gather(self, layer: int, group: Any) -> tuple[Array, Array]:
         """All keys [S, K, d, n] and values [S, K, n, d] that a group's rows look at, until the next call."""
 
     def newest(self, layer: int, group: Any) -> tuple[Array, Array]:
         """Only those of a group's own rows, one row a span: [S, K, d] each."""
+
+
+def pass_on(groups: Sequence[Decodes], earlier: Sequence[Decodes], pages: Pages) -> None:
+    """Let the groups of a step keep their contexts, those that go on from a group of the step before, the shortest
+    first, as far as KEPT reaches. O(groups^2 + spans)."""
+    left = KEPT
+    for group in groups:
+        before = next((before for before in earlier if group.goes_on_from(before)), None)
+        spans, longest = len(group.ends), group.ends[-1]
+        capacity = -(-longest // GROWTH) * GROWTH
+        size = 8 * pages.width * spans * capacity  # a key and a value of 4 bytes
+        if before and size <= left and spans * longest * pages.kv_heads * pages.head_width >= WORTH:
+            left -= size
+            kept = before.kept if pages.looks_the_same(group) else None
+            group.kept = kept if kept and kept.capacity == capacity else KeptContexts(capacity)
 
 
 class KeptContexts:

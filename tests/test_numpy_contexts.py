@@ -105,6 +105,9 @@ class KeptContextsTest(unittest.TestCase):
     def setUp(self) -> None:
         from starter import numpy_attention, numpy_contexts
         self.attention, self.contexts = numpy_attention, numpy_contexts
+        small = mock.patch.object(numpy_contexts, "WORTH", 0)
+        small.start()
+        self.addCleanup(small.stop)
 
     def kept(self, pair: Pair) -> list[Any]:
         return [group.kept for group in pair.stores[1].plan.groups]
@@ -117,11 +120,13 @@ class KeptContextsTest(unittest.TestCase):
             with self.subTest(seed=seed):
                 dice = random.Random(seed)
                 pair = Pair(dice, dice.choice((None, None, "int8")))
-                limits = {"KEPT": dice.choice((0, 3000, 10**6, 10**6)), "TILE": dice.choice((100, 10**6)),
-                          "PADDING": dice.choice((0, 10**6))}
-                with mock.patch.multiple(self.attention, **limits):
+                kept = dice.choice((0, 10_000, 10**6, 10**6))
+                with mock.patch.multiple(self.attention, TILE=dice.choice((100, 10**6)),
+                                         PADDING=dice.choice((0, 10**6))), \
+                        mock.patch.multiple(self.contexts, KEPT=kept, WORTH=dice.choice((0, 0, 100)),
+                                            GROWTH=dice.choice((5, 64))):
                     for step in range(25):
-                        went_on += self.random_step(pair, f"r{step}", limits["KEPT"])
+                        went_on += self.random_step(pair, f"r{step}", kept)
         self.assertGreater(went_on, 300)
 
     def random_step(self, pair: Pair, newcomer: str, limit: int) -> int:
@@ -160,15 +165,16 @@ class KeptContextsTest(unittest.TestCase):
         store = pair.stores[1]
         gather = store.gather
         store.gather = lambda layer, group: seen.append(layer) or gather(layer, group)
-        for step, gathers in enumerate((2, 2, 2, 0, 0, 2, 0)):  # at first; to be kept; when "a" begins a page
+        with mock.patch.multiple(self.contexts, WORTH=100, GROWTH=5):
+            for longest, gathers in ((5, 2), (6, 2), (7, 2), (8, 0), (9, 0), (10, 0), (11, 2)):
+                seen.clear()
+                self.assertLess(max(pair.compute([pair.grow("a", 1), pair.grow("b", 1)])), 1e-5)
+                with self.subTest(longest=longest):  # at first; while it is not worth it; when it is; when all is full
+                    self.assertEqual((pair.lengths["a"], len(seen)), (longest, gathers))
+            store.keys[:], store.values[:] = nan, nan
             seen.clear()
             self.assertLess(max(pair.compute([pair.grow("a", 1), pair.grow("b", 1)])), 1e-5)
-            with self.subTest(step=step):
-                self.assertEqual(len(seen), gathers)
-        store.keys[:], store.values[:] = nan, nan
-        seen.clear()
-        self.assertLess(max(pair.compute([pair.grow("a", 1), pair.grow("b", 1)])), 1e-5)
-        self.assertEqual(seen, [])
+            self.assertEqual(seen, [])
 
     def check_forgotten(self, happens: Callable[[Pair], None], kv_quantization: str | None = None) -> None:
         """After two decodes something happens, and the third sees it."""
