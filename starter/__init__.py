@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from .schema import TokenEvent as TokenEvent
     from .schema import load_scenario as load_scenario
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 _HOME = {
     "errors": "EngineError SchemaError RequestError DuplicateRequestError CapacityError QueueFullError "

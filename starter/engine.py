@@ -206,22 +206,33 @@ class InferenceEngine:
             self._require_open()
             self._require_sound()
             request_id = self._requests.fresh_id() if request_id is None else request_id
+            handed_over, told = False, self.timeline.recorded
             try:
                 request = Request(request_id, prompt_tokens, max_tokens, self._recorder.clock(), priority,
                                   SamplingParams() if sampling is None else sampling, stop_tokens, cache_salt)
                 self._requests.check(request)
                 self._require_room()
                 stream = self._requests.make_stream(request)
+                handed_over = True
                 self.scheduler.submit(request)
+                self._requests.add(stream)
+                self._recorder.submitted(request)
+                if max_tokens == 0:
+                    self._answers.end_all(stream, "length")
+                self._news.notify_all()
             except RequestError as error:
                 self._recorder.event("refuse", request=str(request_id), error=str(error))
                 raise
-            self._requests.add(stream)
-            self._recorder.submitted(request)
-            if max_tokens == 0:
-                self._answers.end_all(stream, "length")
-            self._news.notify_all()
+            except BaseException as failure:  # Ctrl-C, say
+                if handed_over and not (max_tokens and self.timeline.recorded > told):  # else everybody knows of it
+                    self._half_submitted(stream, failure)
+                raise
             return request_id
+
+    def _half_submitted(self, stream: RequestStream, failure: BaseException) -> None:
+        stream.samples[0].started = False  # its end will not be told, as its beginning may not have been
+        self._requests.add(stream)
+        self._interrupted(failure, halfway=True)
 
     def _require_room(self) -> None:
         if self.scheduler.waiting_count >= self.settings.max_waiting:

@@ -6,8 +6,9 @@ import sys
 import unittest
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count, product
 from types import FrameType
 
@@ -300,7 +301,44 @@ class Failures(EngineCase):
             stopped += not whole
         self.assertGreater(stopped, 70)
 
-    def interrupted_at(self, engine: InferenceEngine, k: int, files: tuple[str, ...], *aside: str) -> None:
+    def test_an_interrupt_while_a_request_is_submitted_leaves_it_whole_or_out_or_stops_the_engine(self) -> None:
+        within = ("engine.py", "request_table.py", "scheduler.py", "sequences.py", "recorder.py", "timeline.py",
+                  "metrics.py", "answers.py")
+        outcomes = Counter[str]()
+        for max_tokens in (3, 0):
+            submit = partial(InferenceEngine.submit, prompt_tokens=[1, 2, 3], max_tokens=max_tokens, request_id="r")
+            for k in count():
+                engine = make_engine(**TIGHT)
+                engine.submit([1, 2], 2, request_id="earlier")
+                with self.subTest(max_tokens=max_tokens, k=k):
+                    try:
+                        self.interrupted_at(engine, k, within, act=submit)
+                    except KeyboardInterrupt:
+                        outcomes[self.after_submit(engine)] += 1
+                        continue
+                self.assertEqual(self.after_submit(engine), "whole")
+                break
+        self.assertGreater(min(outcomes[ended] for ended in ("whole", "out", "stopped")), 3)
+
+    def after_submit(self, engine: InferenceEngine) -> str:
+        """What became of request r. Whatever it is, the engine can be looked at, and closed."""
+        self.assertIn("active", repr(engine))
+        try:
+            engine.run()
+            ended = "whole" if "r" in engine._requests.streams else "out"
+        except EngineError as error:
+            self.assertIn("has stopped: KeyboardInterrupt", str(error))
+            ended = "stopped"
+        if ended == "whole":
+            self.assertEqual(engine.poll("r")[-1].finish_reason, "length")
+        engine.metrics()
+        engine.close()
+        engine.kv.check()
+        self.assertEqual(engine.kv.free_pages, engine.kv.total_pages)
+        return ended
+
+    def interrupted_at(self, engine: InferenceEngine, k: int, files: tuple[str, ...], *aside: str,
+                       act: Callable[[InferenceEngine], object] = InferenceEngine.run) -> None:
         """Run it, with an interrupt at the k-th line of these files, functions ``aside`` not counted."""
         lines = count()
 
@@ -314,7 +352,7 @@ class Failures(EngineCase):
         traced = sys.gettrace()
         sys.settrace(trace)
         try:
-            engine.run()
+            act(engine)
         finally:
             sys.settrace(traced)
 
