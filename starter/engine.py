@@ -226,6 +226,7 @@ class InferenceEngine:
             except BaseException as failure:  # Ctrl-C, say
                 if handed_over and not (max_tokens and self.timeline.recorded > told):  # else everybody knows of it
                     self._half_submitted(stream, failure)
+                self._news.notify_all()
                 raise
             return request_id
 

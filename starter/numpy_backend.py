@@ -38,7 +38,6 @@ Matrix = Any  # Array [columns, rows], or PackedMatrix
 
 LARGE = 2**18  # numbers of a matrix
 MOST_ROWS = 128  # of a chunk that are computed together
-NEGLIGIBLE = 200.0  # exp(-200) is 0 in float32
 MOST_ANGLES = 2**14  # positions whose angles are kept, 8 MB at most where a head has 128 numbers
 
 
@@ -160,8 +159,8 @@ class NumpyBackend:
         highest = x[np.arange(len(x)), best]                                        # [wanted]
         if not isfinite(sum(highest.tolist())):  # of one that is not finite the sampler will complain
             return [row.tolist() if not isfinite(row.max()) else self.logits(row[None])[0] for row in x]
-        below = np.maximum(x, highest[:, None] - NEGLIGIBLE)  # or the difference might not fit into float32
-        below -= highest[:, None]
+        with np.errstate(over="ignore"):  # from one end of float32 to the other
+            below = x - highest[:, None]
         sums = np.exp(below, out=below).dot(ones(x.shape[1]))                       # [wanted, 1]
         return [Logits(_choice((token, -log(total), ())), row)
                 for token, total, row in zip(best.tolist(), sums.ravel().tolist(), x)]

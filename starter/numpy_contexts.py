@@ -64,13 +64,16 @@ class Pages(Protocol):
 def pass_on(groups: Sequence[Decodes], earlier: Sequence[Decodes], pages: Pages) -> None:
     """Let the groups of a step keep their contexts, those that go on from a group of the step before, the shortest
     first, as far as KEPT reaches. O(groups^2 + spans)."""
-    left = KEPT
+    left, unclaimed = KEPT, list(earlier)
     for group in groups:
-        before = next((before for before in earlier if group.goes_on_from(before)), None)
+        before = next((before for before in unclaimed if group.goes_on_from(before)), None)
+        if before is None:
+            continue
+        unclaimed.remove(before)  # two that share their pages up to here go on from one, and part now
         spans, longest = len(group.ends), group.ends[-1]
         capacity = -(-longest // GROWTH) * GROWTH
         size = 8 * pages.width * spans * capacity  # a key and a value of 4 bytes
-        if before and size <= left and spans * longest * pages.kv_heads * pages.head_width >= WORTH:
+        if size <= left and spans * longest * pages.kv_heads * pages.head_width >= WORTH:
             left -= size
             kept = before.kept if pages.looks_the_same(group) else None
             group.kept = kept if kept and kept.capacity == capacity else KeptContexts(capacity)
@@ -117,5 +120,5 @@ class Room:
             if size > self._numbers.shape[1]:
                 self._numbers = np.empty((2, size), dtype=np.float32)
             keys, values = self._numbers[:, :size]
-            self._shape, self._latest = shape, (keys.reshape(shape), values.reshape(shape))
+            self._latest, self._shape = (keys.reshape(shape), values.reshape(shape)), shape
         return self._latest

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count, product
+from threading import Thread
+from time import sleep
 from types import FrameType
 
 from starter.audit import Audit
@@ -19,7 +21,7 @@ from starter.errors import BackendError, EngineError
 from starter.executor import Executor
 from starter.metrics import Metrics
 from starter.scheduler import REFUSAL_LIMIT
-from starter.schema import SamplingParams
+from starter.schema import SamplingParams, TokenEvent
 from starter.timeline import Event
 from tests.support import (
     FIVE,
@@ -479,6 +481,23 @@ class Failures(EngineCase):
         self.assertEqual(outcome(engine.poll("x")), solo(Ask((1, 2), 3))[0])
         self.check_outcomes(engine, FIVE)
         self.assertEqual(engine.metrics(), Metrics.of(engine.timeline.events))
+
+    def test_an_interrupt_while_a_request_is_told_wakes_the_engine_all_the_same(self) -> None:
+        with make_engine() as engine:
+            def listener(event: Event) -> None:
+                if event["event"] == "submit":
+                    raise KeyboardInterrupt
+
+            engine.timeline.listen(listener)
+            engine.start()
+            while not engine._news._waiters:  # type: ignore[attr-defined]  # until its thread waits for work
+                sleep(0.001)
+            self.assertRaises(KeyboardInterrupt, engine.submit, [1, 2], 3, request_id="x")
+            events: list[TokenEvent] = []
+            reader = Thread(target=lambda: events.extend(engine.stream("x")), daemon=True)
+            reader.start()
+            reader.join(timeout=60)
+            self.assertEqual(outcome(events), solo(Ask((1, 2), 3))[0])
 
     def test_who_listens_later_hears_of_a_token_before_its_cancel(self) -> None:
         engine, heard = make_engine(), []

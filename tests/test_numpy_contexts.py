@@ -202,6 +202,19 @@ class KeptContextsTest(unittest.TestCase):
         for store in pair.stores:
             store.copy_page(pair.tables["other"][0], pair.tables["a"][-1])
 
+    def test_two_that_go_on_from_one_do_not_write_into_the_same_contexts(self) -> None:
+        """Forks, or follow-ups of one transcript: the same full pages, then each its own."""
+        for kv_quantization in (None, "int8"):
+            with self.subTest(pages=kv_quantization), mock.patch.object(self.attention, "TILE", 1):
+                pair = Pair(random.Random(4), kv_quantization)
+                pair.compute([pair.grow("a", PAGE_SIZE - 2)])
+                for _ in range(2):
+                    pair.compute([pair.grow("a", 1)])
+                pair.tables["b"], pair.lengths["b"] = list(pair.tables["a"]), pair.lengths["a"]
+                for _ in range(3):
+                    self.assertLess(max(pair.compute([pair.grow("a", 1), pair.grow("b", 1)])), 1e-5)
+                self.assertEqual(len(set(map(id, filter(None, self.kept(pair))))), 2)
+
     def test_other_requests_of_equal_length_are_not_mistaken(self) -> None:
         """Two in turn, each a position longer than the other was."""
         pair = Pair(random.Random(3), None)
