@@ -240,7 +240,7 @@ class NumpyKVStore:
         return self.keys[layer].take(group.written, axis=0), self.values[layer].take(group.written, axis=0)
 
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
-        self.plan = None
+        self.plan = None  # and with it what it keeps, which may be of this page
         shape = (-1, self.kv_heads, self.head_width)
         slot = page * self.page_size + offset
         self.keys[:, slot] = np.asarray(key, dtype=np.float32).reshape(shape)
@@ -251,7 +251,7 @@ class NumpyKVStore:
         return self.keys[:, slot].ravel().tolist(), self.values[:, slot].ravel().tolist()
 
     def copy_page(self, source: int, target: int, origin: NumpyKVStore | None = None) -> None:
-        self.plan = None
+        self.plan = None  # and with it what it keeps, which may be of this page
         size, origin = self.page_size, origin or self
         for theirs, ours in ((origin.keys, self.keys), (origin.values, self.values)):
             ours[:, target * size:(target + 1) * size] = theirs[:, source * size:(source + 1) * size]

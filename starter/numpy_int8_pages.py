@@ -130,7 +130,7 @@ class NumpyInt8KVStore:
     # --------------------------------------------------------------------------------------------- pages
 
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
-        self.plan = None
+        self.plan = None  # and with it what it keeps, which may be of this page
         slot = page * self.page_size + offset
         for layer, rows in enumerate(np.asarray([key, value], np.float32).reshape(2, self._tail_shape[0], 1, -1
                                                                                   ).swapaxes(0, 1)):
@@ -146,7 +146,7 @@ class NumpyInt8KVStore:
         return key[:, offset].ravel().tolist(), value[:, offset].ravel().tolist()
 
     def copy_page(self, source: int, target: int, origin: NumpyInt8KVStore | None = None) -> None:
-        self.plan = None
+        self.plan = None  # and with it what it keeps, which may be of this page
         origin = origin or self
         for name in ("key_codes", "key_lows", "key_scales", "value_codes", "value_scales"):
             getattr(self, name)[target] = getattr(origin, name)[source]
