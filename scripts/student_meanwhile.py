@@ -30,7 +30,7 @@ class scheduler:
                 phase = "decode" if sequence.decoding else "prefill"
                 self._schedule(plan, sequence, min(plan.left, sequence.remaining), phase)
             finished, self._finished = tuple(self._finished), []
-            return ScheduleDecision(plan.step, plan.budget, tuple(plan.chunks), tuple(plan.admitted), (), finished,
+            return ScheduleDecision(plan.step, plan.budget, plan.chunks, tuple(plan.admitted), (), finished,
                                     self._waiting.ids, self._ids_running(),
                                     Reasons(plan.reasons, plan.chunks, plan.decoding), plan.found)
 
@@ -55,14 +55,14 @@ class kv_cache:
 
 class executor:
     class Executor:
-        def run(self, pieces):
+        def run(self, samples, batch):
             # M6: for now a failure ends every request of the step. Replace this: only those at fault may end.
             try:
-                return self._forward(pieces)
+                return self._forward(samples, batch)
             except NotImplementedError:
                 raise
             except Exception as error:
-                return dict.fromkeys(pieces, error)
+                return dict.fromkeys(samples, error)
 
 
 class driver:

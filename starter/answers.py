@@ -34,12 +34,21 @@ class Answers:
             self.end_all(sample_.stream, "error", f"{type(failure).__name__}: {failure}")
         self._scheduler.complete_step()
         self.end_failures()
+        recorder = self._recorder
+        step, listeners = recorder.steps - 1, recorder.timeline.listeners
         for sample_, choice in choices.items():
-            if sample_.finish_reason is None:  # it may have failed, or who listens cancelled it just now
-                if sample_.others:
-                    self._start_others(sample_)
-                self._emit(sample_, choice)
-        self._recorder.write_tokens()
+            if sample_.finish_reason:  # it has failed, or who listens cancelled it just now
+                continue
+            if sample_.others:
+                self._start_others(sample_)
+            event = sample_.add(choice, step, recorder.now)
+            ends = sample_.finish_reason
+            recorder.tokens[sample_.id] = event if sample_.plain else (*event[:-1], ())  # without top_logprobs
+            if listeners:  # they hear of it before there is another, which they might cancel
+                recorder.write_tokens()
+            if ends:
+                self._finish(sample_, ends)
+        recorder.write_tokens()
 
     def choose(self, rows: Mapping[Sample, Row]) -> tuple[dict[Sample, Choice], dict[Sample, Exception]]:
         """Sample the next tokens; a row after a prompt is for all samples of its request, the first before the others.
@@ -77,17 +86,11 @@ class Answers:
             if self._scheduler.is_running(first.id):  # else it has all its tokens with this one
                 self._scheduler.fork(first.id, replace(first.stream.request, request_id=sample_.id))
 
-    def _emit(self, sample_: Sample, choice: Choice) -> None:
-        """A new token goes into its stream; the sample ends here if it is its last."""
-        recorder = self._recorder
-        ends = choice.token in sample_.stream.end_tokens
-        recorder.tokens[sample_.id] = event = sample_.add(choice, ends, recorder.steps - 1, recorder.now)
-        if recorder.timeline.listeners:  # they hear of it before there is another, which they might cancel
-            recorder.write_tokens()
-        if event.finish_reason:
-            if self._scheduler.is_running(sample_.id):  # at max_tokens it has ended by itself
-                self._scheduler.finish(sample_.id, event.finish_reason)
-            self._forget(sample_)
+    def _finish(self, sample_: Sample, reason: str) -> None:
+        """The sample has its last token."""
+        if self._scheduler.is_running(sample_.id):  # at max_tokens it has ended by itself
+            self._scheduler.finish(sample_.id, reason)
+        self._forget(sample_)
 
     def end_all(self, stream: RequestStream, reason: str, error: str | None = None) -> None:
         """End all unfinished samples of a request without a token."""

@@ -31,6 +31,9 @@ class Piece(NamedTuple):
     wants_logits: bool
 
 
+PlainPiece = tuple[Sequence[int], int, Sequence[int], bool]  # a Piece, or the same without the names
+
+
 class Span(NamedTuple):
     """The rows of one request in a batch: rows first_row .. first_row + count - 1, positions end - count .. end - 1."""
 
@@ -73,8 +76,9 @@ class Batch:
     logit_rows: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, pieces: Iterable[Piece], page_size: int) -> Batch:
-        """Lay the pieces flat. O(tokens)."""
+    def of(cls, pieces: Iterable[PlainPiece], page_size: int) -> Batch:
+        """Lay the pieces flat. One without pages, of a request that is computed without a cache, has no slots.
+        O(tokens)."""
         tokens: list[int] = []
         positions: list[int] = []
         written: list[int] = []
@@ -84,7 +88,7 @@ class Batch:
             count = len(new)
             spans.append(_span((len(tokens), count, start + count, pages, page_size)))
             tokens += new
-            if count == 1:  # as nearly always
+            if count == 1 and pages:  # as nearly always
                 positions.append(start)
                 written.append(pages[start // page_size] * page_size + start % page_size)
             else:
@@ -93,3 +97,9 @@ class Batch:
             if wants_logits:
                 logit_rows.append(len(tokens) - 1)
         return cls(page_size, tokens, positions, written, spans, logit_rows)
+
+    def pieces(self) -> list[Piece]:
+        """The pieces that were laid flat. O(tokens)."""
+        wanted = set(self.logit_rows)
+        return [Piece(self.tokens[first:first + count], end - count, pages, first + count - 1 in wanted)
+                for first, count, end, pages, _ in self.spans]

@@ -38,11 +38,15 @@ class BlockTables:
             child.handle = self._kv.fork(parent.handle, child.id)
 
     def lacking(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those of the sequences that have to ``reserve``: few of them, while no page is shared."""
+        """Those of the sequences that have to ``reserve``: few of them, while no page is shared and may have to be
+        copied."""
         if not self._kv:
             return []
-        lacks = self._kv.lacks
-        return [sequence for sequence in sequences if lacks(sequence.handle, sequence.known)]
+        if self._kv.sharing:
+            return sequences
+        page_size = self._kv.page_size
+        return [sequence for sequence in sequences
+                if not sequence.handle or sequence.known > len(sequence.handle.pages) * page_size]
 
     def reserve(self, sequence: Sequence) -> None:
         """Make all known positions writable. OutOfPagesError changes nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,17 +22,51 @@ class ScheduledChunk(NamedTuple):
     phase: str
 
 
+class Run(NamedTuple):
+    """Chunks of equal length and phase: whose they are, and where each of them starts."""
+
+    request_ids: tuple[str, ...]
+    starts: tuple[int, ...]
+    count: int  # type: ignore[assignment]  # as above
+    phase: str
+
+
+@dataclass(slots=True)
+class Chunks:
+    """A step's chunks in runs. The decodes are one run, so two tuples, however many they are: that is quick to make,
+    and little to keep for a timeline, which remembers many thousands of steps."""
+
+    runs: list[Run] = field(default_factory=list)
+
+    def add(self, request_ids: tuple[str, ...], starts: tuple[int, ...], count: int, phase: str) -> None:
+        """One more run, behind the others."""
+        self.runs.append(Run(request_ids, starts, count, phase))
+
+    @property
+    def tokens(self) -> int:
+        """Of all chunks together. O(runs)."""
+        return sum([len(starts) * count for _, starts, count, _ in self.runs])
+
+    def __len__(self) -> int:
+        return sum([len(starts) for _, starts, _, _ in self.runs])
+
+    def __iter__(self) -> Iterator[ScheduledChunk]:
+        for request_ids, starts, count, phase in self.runs:
+            for request_id, start in zip(request_ids, starts):
+                yield ScheduledChunk(request_id, start, count, phase)
+
+
 class Reasons(Mapping[str, str]):
     """Why each request got what it got, by id. In most steps all requests decode, and in few of them somebody asks why:
     so that is put into words when somebody does."""
 
     __slots__ = ("_said", "_unsaid")
 
-    def __init__(self, said: dict[str, str], chunks: Sequence[ScheduledChunk],
+    def __init__(self, said: dict[str, str], chunks: Iterable[ScheduledChunk],
                  decoding: Sequence[sequences.Sequence]) -> None:
         """``said``: of those that do not decode."""
         self._said = said
-        self._unsaid: tuple[Sequence[ScheduledChunk], Sequence[sequences.Sequence]] | None = (chunks, decoding)
+        self._unsaid: tuple[Iterable[ScheduledChunk], Sequence[sequences.Sequence]] | None = (chunks, decoding)
 
     def _all(self) -> dict[str, str]:
         if unsaid := self._unsaid:
@@ -56,8 +90,7 @@ class Reasons(Mapping[str, str]):
         return repr(self._all())
 
 
-@dataclass(frozen=True)
-class ScheduleDecision:
+class ScheduleDecision(NamedTuple):
     """What one step does. The tuples hold request ids; ``finished`` are those that ended since the last decision.
 
     ``running`` is in the order of admission, ``waiting`` in the order in which they began to wait (again, after a
@@ -68,14 +101,19 @@ class ScheduleDecision:
 
     step: int
     budget_tokens: int
-    chunks: tuple[ScheduledChunk, ...]
+    planned: Chunks  # ``chunks``, in runs
     admitted: tuple[str, ...]
     preempted: tuple[str, ...]
     finished: tuple[str, ...]
     waiting: tuple[str, ...]
     running: tuple[str, ...]
     why: Mapping[str, str]  # ``reasons``, not yet in words
-    found: Mapping[str, int] = field(default_factory=dict)
+    found: Mapping[str, int]
+
+    @property
+    def chunks(self) -> tuple[ScheduledChunk, ...]:
+        """What is computed, in the order of the batch. O(requests) for each call."""
+        return tuple(self.planned)
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -85,10 +123,10 @@ class ScheduleDecision:
     @property
     def scheduled_tokens(self) -> int:
         """Tokens computed in this step, never more than the budget."""
-        return sum(chunk.count for chunk in self.chunks)
+        return self.planned.tokens
 
     def __repr__(self) -> str:
-        batch = " ".join(f"{chunk.request_id}+{chunk.count}" for chunk in self.chunks)
+        batch = " ".join(f"{chunk.request_id}+{chunk.count}" for chunk in self.planned)
         return (f"<ScheduleDecision: step {self.step}, {self.scheduled_tokens} of {self.budget_tokens} tokens: "
                 f"{batch or 'nothing'}; {len(self.waiting)} wait>")
 
@@ -104,7 +142,7 @@ class Plan:
     step: int
     budget: int
     left: int
-    chunks: list[ScheduledChunk] = field(default_factory=list)
+    chunks: Chunks = field(default_factory=Chunks)
     decoding: list[sequences.Sequence] = field(default_factory=list)  # whose chunk is a decode
     admitted: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)

@@ -31,7 +31,8 @@ from typing import get_args
 from . import __version__
 from .answers import Answers
 from .backend import Backend
-from .batch import Piece
+from .batch import Batch, PlainPiece
+from .decisions import Chunks
 from .errors import (
     BackendError,
     EngineError,
@@ -47,10 +48,9 @@ from .metrics import Metrics
 from .page_budget import make_cache
 from .parallel import ParallelModel
 from .recorder import Recorder
-from .records import quick
 from .request_table import RequestTable
 from .requests import SEED_SHAPE
-from .scheduler import ContinuousBatchScheduler, ScheduledChunk, ScheduleDecision
+from .scheduler import ContinuousBatchScheduler, ScheduleDecision
 from .schema import (
     ENGINE_SHAPE,
     FAULT_SHAPE,
@@ -64,8 +64,6 @@ from .schema import (
 from .shapes import Nullable, describe
 from .streams import RequestStatus, RequestStream, Sample
 from .timeline import Timeline
-
-_piece = quick(Piece)
 
 
 class InferenceEngine:
@@ -92,7 +90,7 @@ class InferenceEngine:
             self.settings.batching, self.settings.preemption,
             lambda sequence_id: self._requests.samples[sequence_id].tokens)
         self._answers = Answers(self._requests, self.scheduler, self._recorder)
-        self._executor = Executor(self.model, self.kv.store if self.settings.use_cache else None, self.kv.page_size)
+        self._executor = Executor(self.model, self.kv.store if self.settings.use_cache else None)
         self._recorder.header(engine=__version__, backend=self.model.backend.name,
                               settings=ENGINE_SHAPE.dump(self.settings), model=MODEL_SHAPE.dump(self.model.config),
                               page_bytes=self.kv.store.page_bytes, num_pages=self.kv.total_pages,
@@ -381,12 +379,12 @@ class InferenceEngine:
             try:
                 with self._lock:
                     planning = True
-                    decision, pieces = self._plan(
+                    decision, samples, batch = self._plan(
                         self.settings.budget_tokens if budget_tokens is None else budget_tokens)
                     planning = False
-                rows = self._executor.run(pieces)
+                rows = self._executor.run(samples, batch)
                 with self._lock:
-                    choices, failures = self._choose(pieces, rows)
+                    choices, failures = self._choose(samples, batch, rows)
                     told = True
                     self._answers.settle(choices, failures)
                     self._news.notify_all()
@@ -396,12 +394,13 @@ class InferenceEngine:
             self._recorder.raise_trouble()
             return decision
 
-    def _choose(self, pieces: Mapping[Sample, Piece],
+    def _choose(self, samples: Sequence[Sample], batch: Batch,
                 rows: Mapping[Sample, Row]) -> tuple[dict[Sample, Choice], dict[Sample, Exception]]:
         """The tokens of a step, but for those whose sample was cancelled while the decoder computed."""
-        gone = [sample_ for sample_ in pieces if sample_.finish_reason]
+        gone = [sample_ for sample_ in samples if sample_.finish_reason]
         if gone:
-            self.kv.settle_unused(page for sample_ in gone for page in pieces[sample_].pages)
+            self.kv.settle_unused(page for sample_, span in zip(samples, batch.spans) if sample_.finish_reason
+                                  for page in span.pages)
             rows = {sample_: row for sample_, row in rows.items() if sample_ not in gone}
         return self._answers.choose(rows)
 
@@ -417,7 +416,7 @@ class InferenceEngine:
                 self.scheduler.abandon_step()
                 self._recorder.abandoned()
 
-    def _plan(self, budget_tokens: int) -> tuple[ScheduleDecision, dict[Sample, Piece]]:
+    def _plan(self, budget_tokens: int) -> tuple[ScheduleDecision, list[Sample], Batch]:
         self._require_open()
         self._require_sound()
         if self._executor.faults:
@@ -425,37 +424,46 @@ class InferenceEngine:
         self._recorder.hold_back()
         try:
             decision = self.scheduler.step(budget_tokens)
-            pieces = self._pieces(decision.chunks)
-            self._recorder.planned(decision, self._positions(pieces.values()), self.kv)
+            samples, batch = self._lay_flat(decision.planned)
+            self._recorder.planned(decision, self._positions(batch), self.kv)
         finally:
             self._recorder.write_held_back()
         self._answers.end_failures()
-        return decision, pieces
+        return decision, samples, batch
 
-    def _pieces(self, chunks: Sequence[ScheduledChunk]) -> dict[Sample, Piece]:
-        """What each scheduled sample computes. Tokens are copied: the computation holds no lock."""
-        pieces, samples = {}, self._requests.samples
-        for chunk in chunks:
-            sample_ = samples[chunk.request_id]
-            try:
-                pieces[sample_] = self._piece(sample_.tokens, chunk)
-            except EngineError as error:  # its pages were taken away from outside
-                self.scheduler.fail(chunk.request_id, error)
-        return pieces
+    def _lay_flat(self, chunks: Chunks) -> tuple[list[Sample], Batch]:
+        """The samples that compute something, and what they compute."""
+        samples: list[Sample] = []
+        pieces = self._pieces(chunks, samples) if self.settings.use_cache else self._whole_pieces(chunks, samples)
+        return samples, Batch.of(pieces, self.kv.page_size)
 
-    def _piece(self, tokens: Sequence[int], chunk: ScheduledChunk) -> Piece:
-        sequence_id, start, count, _ = chunk
-        end = start + count
-        if not self.settings.use_cache:  # all of them, and only when the next token is due
-            return Piece(list(tokens), 0, (), wants_logits=end == len(tokens))
-        pages = self.kv.pages(self.scheduler.handle(sequence_id))
-        return _piece((tokens[start:end], start, pages, end == len(tokens)))
+    def _pieces(self, chunks: Chunks, found: list[Sample]) -> Iterator[PlainPiece]:
+        """A piece for each chunk, its sample noted in ``found``. Tokens are copied: the computation holds no lock."""
+        samples = self._requests.samples
+        for sequence_ids, starts, count, _ in chunks.runs:
+            for sequence_id, start, handle in zip(sequence_ids, starts, self.scheduler.handles(sequence_ids)):
+                sample_ = samples[sequence_id]
+                tokens, end = sample_.tokens, start + count
+                try:
+                    pages = handle.pages or self.kv.resident_pages(handle)
+                except EngineError as error:  # they were taken away from outside
+                    self.scheduler.fail(sequence_id, error)
+                    continue
+                found.append(sample_)
+                yield tokens[start:end], start, pages, end == len(tokens)
 
-    def _positions(self, pieces: Iterable[Piece]) -> int:
+    def _whole_pieces(self, chunks: Chunks, found: list[Sample]) -> Iterator[PlainPiece]:
+        """The same without a cache: all tokens, to be computed only when the next one is due."""
+        for sequence_id, start, count, _ in chunks:
+            sample_ = self._requests.samples[sequence_id]
+            found.append(sample_)
+            yield sample_.tokens[:], 0, (), start + count == len(sample_.tokens)
+
+    def _positions(self, batch: Batch) -> int:
         """How many positions a planned step sends through the decoder."""
-        if not self.settings.use_cache:
-            pieces = [piece for piece in pieces if piece.wants_logits]
-        return sum([len(piece.tokens) for piece in pieces])
+        if self.settings.use_cache:
+            return len(batch.tokens)
+        return sum(len(piece.tokens) for piece in batch.pieces() if piece.wants_logits)
 
     # ------------------------------------------------------------------------------------------- events
 

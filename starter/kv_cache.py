@@ -40,18 +40,26 @@ if TYPE_CHECKING:
     from .backend import KVStore
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class KVHandle:
     """A request's key to its pages: this very object, no other like it. Only the manager that gave it out knows it."""
 
     request_id: str
+    pages: tuple[int, ...] = ()  # its block table, for others to read; () while swapped out, and once released
+
+    def __repr__(self) -> str:
+        return f"KVHandle(request_id={self.request_id!r})"
+
+    def __reduce__(self) -> str:
+        raise TypeError(f"{self!r} is this very object, so it cannot be copied")
 
 
-@dataclass(slots=True)
-class _Table:
-    request_id: str
-    root: Node
-    pages: list[int] = field(default_factory=list)
+@dataclass(eq=False, repr=False, slots=True)
+class _Table(KVHandle):
+    """What the manager gives out as a handle, and what others need not know of it."""
+
+    pool: PagePool | None = None  # whose pages these are; None once it is released
+    root: Node = None
     length: int = 0  # tokens whose slots are filled
     nodes: list[Node] = field(default_factory=list)  # content of the leading full pages, as far as it is known
     host_pages: list[int] | None = None  # where the tokens are while swapped out
@@ -80,7 +88,7 @@ class KVCacheManager:
         self._host = PagePool(host_pages, page_size)
         self._observer = observer or (lambda kind, request_id, pages: None)
         self.gate: Callable[[int, str], None] = lambda number, for_whom: None  # asked before fresh pages are taken
-        self._tables: dict[KVHandle, _Table] = {}
+        self._tables: dict[_Table, None] = {}  # those that are open, in the order in which they were opened
         self._counts: Counter[str] = Counter()
         self._misses = 0
 
@@ -115,6 +123,11 @@ class KVCacheManager:
         return self._pool.used
 
     @property
+    def sharing(self) -> bool:
+        """Is any page in more than one table?"""
+        return self._pool.shared > 0
+
+    @property
     def total_host_pages(self) -> int:
         """Pages in the host pool."""
         return self._host.total
@@ -124,15 +137,9 @@ class KVCacheManager:
         """Host pages that hold nothing."""
         return self._host.available
 
-    def lacks(self, handle: KVHandle | None, token_count: int) -> bool:
-        """Would ``reserve`` have anything to do, or to say? A table that is swapped out has no pages; while any page is
-        shared, it may be about to be written."""
-        table = self._tables.get(handle) if handle else None
-        return table is None or token_count > len(table.pages) * self.page_size or self._pool.shared > 0
-
     def owns(self, handle: KVHandle) -> bool:
         """Is this a handle of this manager that was not released?"""
-        return isinstance(handle, KVHandle) and handle in self._tables
+        return isinstance(handle, _Table) and handle.pool is self._pool
 
     def length(self, handle: KVHandle) -> int:
         """Tokens stored for this handle."""
@@ -140,14 +147,17 @@ class KVCacheManager:
 
     def pages(self, handle: KVHandle) -> tuple[int, ...]:
         """The block table: page ids in the order of positions; empty while swapped out."""
-        table = self._tables.get(handle) if isinstance(handle, KVHandle) else None  # at once: a call less a token
-        return tuple((table or self._table(handle)).pages)
+        return self._table(handle).pages
+
+    def resident_pages(self, handle: KVHandle) -> tuple[int, ...]:
+        """The same, to compute with: RequestError while swapped out."""
+        return self._resident(handle).pages
 
     def page(self, page_id: int) -> PageInfo:
         """Who uses a page. O(tables): for people and tests, not for the hot path."""
         if isinstance(page_id, bool) or not isinstance(page_id, int) or not 0 <= page_id < self.total_pages:
             raise RequestError(f"there is no page {page_id!r}; pages are 0 to {self.total_pages - 1}")
-        users = tuple(table.request_id for table in self._tables.values() if page_id in table.pages)
+        users = tuple(table.request_id for table in self._tables if page_id in table.pages)
         return PageInfo(self._pool.refcounts[page_id], users, self._pool.state(page_id))
 
     def pages_for(self, tokens: int) -> int:
@@ -183,7 +193,7 @@ class KVCacheManager:
         if needed > self.total_pages:
             raise PoolTooSmallError(f"{token_count} tokens need {needed} pages of {self.page_size}; the pool has "
                                     f"{self.total_pages}: shorten the request or enlarge the pool")
-        table = _Table(request_id, self._pool.index.root(salt))
+        table = _Table(request_id, (), self._pool, self._pool.index.root(salt))
         found = self._find_prefix(table.root, tokens[:token_count]) if self.prefix_sharing and tokens else []
         shared = [page for page, _ in found]
         self._ask(needed - len(shared), request_id, besides=shared)
@@ -192,7 +202,7 @@ class KVCacheManager:
         if shared:
             self._observer("share", request_id, tuple(shared))
         fresh = self._take(needed - len(shared), request_id)
-        table.pages, table.nodes = shared + fresh, [node for _, node in found]
+        table.pages, table.nodes = (*shared, *fresh), [node for _, node in found]
         table.length = len(found) * self.page_size
         self._counts["hits"] += table.length
         self._observer("allocate", request_id, tuple(fresh))
@@ -218,20 +228,20 @@ class KVCacheManager:
         for page in shared:
             self._pool.share(page)
         self._counts["hits"] += parent.length
-        child = self._open(_Table(request_id, parent.root, list(shared), parent.length, list(parent.nodes)))
-        self._observer("share", request_id, tuple(shared))
+        child = self._open(_Table(request_id, shared, self._pool, parent.root, parent.length, list(parent.nodes)))
+        self._observer("share", request_id, shared)
         return child
 
     def release(self, handle: KVHandle) -> None:
         """Close the table; pages without another user are free again, or cached. O(pages)."""
         table = self._table(handle)
-        del self._tables[handle]
+        pages = self._close(table)
         self._counts["releases"] += 1
-        for page in reversed(table.pages):  # the end first: it is evicted before the beginning, which more can use
+        for page in reversed(pages):  # the end first: it is evicted before the beginning, which more can use
             self._drop(page)
         for page in table.host_pages or ():
             self._drop(page, self._host, self.host_store)
-        self._observer("release", table.request_id, tuple(table.pages))
+        self._observer("release", table.request_id, pages)
 
     # -------------------------------------------------------------------------------------------- filling
 
@@ -251,17 +261,19 @@ class KVCacheManager:
             self._copy_pages([table.pages[i] for i in shared], fresh)
             for index, target in zip(shared, fresh):
                 self._replace(table, index, target)
-        added = fresh[len(shared):]
+        added = tuple(fresh[len(shared):])
         table.pages += added
         if added:
-            self._observer("allocate", table.request_id, tuple(added))
+            self._observer("allocate", table.request_id, added)
 
     def commit(self, handle: KVHandle, token_count: int, tokens: Sequence[int] | None = None) -> None:
         """The first ``token_count`` positions now hold computed keys and values. With prefix sharing and the
         ``tokens`` themselves, pages that became full are published. O(new tokens)."""
-        table, page_size = self._tables.get(handle) if isinstance(handle, KVHandle) else None, self.page_size
-        if table is None or table.host_pages is not None:
-            table = self._resident(handle)  # says what is wrong; asked at once it is a call more for every token
+        if isinstance(handle, _Table) and handle.pool is self._pool and handle.host_pages is None:
+            table = handle  # at once: two calls less for every token
+        else:
+            table = self._resident(handle)
+        page_size = self.page_size
         if not table.length <= token_count <= len(table.pages) * page_size:
             raise RequestError(f"{table.request_id} has {table.length} tokens and {len(table.pages)} pages of "
                                f"{page_size}; it cannot hold {token_count}")
@@ -270,7 +282,9 @@ class KVCacheManager:
         self._misses += token_count - table.length  # an attribute: this is the hot path
         first, last, filled = table.length // page_size, token_count // page_size, token_count % page_size
         if filled and last == first:  # within one page, as nearly always while decoding
-            self._pool.set_fill(table.pages[last], filled)
+            pool, page = self._pool, table.pages[last]
+            pool.filled_slots += filled - pool.fills[page]
+            pool.fills[page] = filled
         else:
             for i in range(first, self.pages_for(token_count)):
                 self._pool.set_fill(table.pages[i], min(page_size, token_count - i * page_size))
@@ -322,8 +336,8 @@ class KVCacheManager:
         self._copy_pages(filled, host_pages, self._host, self.host_store, self.store)
         for page in reversed(table.pages):
             self._drop(page)
-        self._observer("swap_out", table.request_id, tuple(table.pages))
-        table.pages, table.host_pages = [], host_pages
+        self._observer("swap_out", table.request_id, table.pages)
+        table.pages, table.host_pages = (), host_pages
         self._counts["swaps_out"] += 1
 
     def swap_in(self, handle: KVHandle, token_count: int) -> None:
@@ -338,7 +352,7 @@ class KVCacheManager:
         self._copy_pages(table.host_pages, pages, self._pool, self.store, self.host_store)
         for page in table.host_pages:
             self._drop(page, self._host, self.host_store)
-        table.pages, table.host_pages = pages, None
+        table.pages, table.host_pages = tuple(pages), None
         table.nodes = []  # these are copies: the originals may be published still
         for i in range(self.pages_for(table.length)):
             self._pool.set_fill(pages[i], min(self.page_size, table.length - i * self.page_size))
@@ -349,7 +363,7 @@ class KVCacheManager:
 
     def check(self) -> None:
         """Raise EngineError with a full account unless pages are conserved. O(pages + tables)."""
-        tables = self._tables.values()
+        tables = self._tables
         wrong = self._pool.faults(Counter(page for table in tables for page in table.pages))
         wrong += [f"host: {fault}" for fault in
                   self._host.faults(Counter(page for table in tables for page in table.host_pages or ()))]
@@ -405,22 +419,25 @@ class KVCacheManager:
                 self.store.settle(page)
 
     def _open(self, table: _Table) -> KVHandle:
-        handle = KVHandle(table.request_id)
-        self._tables[handle] = table
+        self._tables[table] = None
         self._counts["allocations"] += 1
-        return handle
-
-    def _table(self, handle: KVHandle) -> _Table:
-        table = self._tables.get(handle) if isinstance(handle, KVHandle) else None
-        if table is None:
-            raise StaleHandleError(f"{handle!r} was released, or is not of this cache manager; allocate a new one")
         return table
 
+    def _close(self, table: _Table) -> tuple[int, ...]:
+        """Its handle reaches nothing any more; the pages that it had."""
+        pages, table.pages, table.pool = table.pages, (), None
+        del self._tables[table]
+        return pages
+
+    def _table(self, handle: KVHandle) -> _Table:
+        if isinstance(handle, _Table) and handle.pool is self._pool:
+            return handle
+        raise StaleHandleError(f"{handle!r} was released, or is not of this cache manager; allocate a new one")
+
     def _resident(self, handle: KVHandle) -> _Table:
-        table = self._tables.get(handle) if isinstance(handle, KVHandle) else None
-        if table is None or table.host_pages is not None:
-            swapped = self._table(handle)  # or StaleHandleError
-            raise RequestError(f"{swapped.request_id} is swapped out; swap it in before its pages are used")
+        table = self._table(handle)
+        if table.host_pages is not None:
+            raise RequestError(f"{table.request_id} is swapped out; swap it in before its pages are used")
         return table
 
     def _slot(self, pages: Sequence[int], position: int) -> tuple[int, int]:
@@ -446,7 +463,8 @@ class KVCacheManager:
 
     def _replace(self, table: _Table, index: int, target: int) -> None:
         """Copy-on-write, second half: the numbers are copied, now the table changes over."""
-        source, table.pages[index] = table.pages[index], target
+        source = table.pages[index]
+        table.pages = (*table.pages[:index], target, *table.pages[index + 1:])
         self._pool.set_fill(target, self._pool.fill(source))
         self._pool.drop(source)
         self._counts["copies"] += 1

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
+from .decisions import Chunks
 from .errors import SchemaError
 from .prometheus import Family, Histogram, exposition
 from .timeline import FINISH_REASONS, Event
@@ -179,7 +180,7 @@ class MetricsCollector:
     latest: Set[str] = frozenset()  # a step: they had theirs together, at
     latest_time: float = 0.0
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
-    planned: dict[str, int] = field(default_factory=dict)  # what the last step adds to them, unless it is abandoned
+    planned: Event | None = None  # the last step, counted already; it may be abandoned
     samples: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in BOUNDS if name != "itl"})
     buckets: dict[str, list[int]] = field(
         default_factory=lambda: {name: [0] * (len(bounds) + 1) for name, bounds in BOUNDS.items()})
@@ -233,20 +234,26 @@ class MetricsCollector:
         for request in event["preempted"]:
             self.lives[request].running = False
             self.counts["preemptions"] += 1
-        self.planned = {"steps": 1, "computed": event["computed"]}
-        if event["chunks"]:
-            self.planned |= {"scheduled": sum([count for _, _, count, _ in event["chunks"]]),
-                             "offered": event["budget"], "empty_slots": event["empty_slots"], "busy_steps": 1}
-            self.peak_empty = max(self.peak_empty, event["empty_slots"])
-        for name, number in self.planned.items():
-            self.counts[name] += number
+        self.planned = event
+        self._count_step(event, 1)
 
     def _on_abandon(self, event: Event) -> None:
         if self.planned:
-            for name, number in self.planned.items():
-                self.counts[name] -= number
-            self.planned = {}
+            self._count_step(self.planned, -1)
+            self.planned = None
             self.active.pop()
+
+    def _count_step(self, step: Event, times: int) -> None:
+        counts, chunks = self.counts, step["chunks"]
+        counts["steps"] += times
+        counts["computed"] += times * step["computed"]
+        if chunks:
+            scheduled = chunks.tokens if isinstance(chunks, Chunks) else sum(count for _, _, count, _ in chunks)
+            counts["busy_steps"] += times
+            counts["scheduled"] += times * scheduled
+            counts["offered"] += times * step["budget"]
+            counts["empty_slots"] += times * step["empty_slots"]
+            self.peak_empty = max(self.peak_empty, step["empty_slots"])
 
     def _on_pages(self, event: Event) -> None:
         self.counts["used_pages"] = event["used_pages"]

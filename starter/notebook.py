@@ -64,7 +64,7 @@ def page_pool(kv: KVCacheManager) -> str:
     """A box for each page: whose it is by colour, how full by the dark bar at its foot; then every block table."""
     shown = min(kv.total_pages, MAX_PAGES)
     pages = [kv.page(page) for page in range(shown)]
-    tables = list(kv._tables.values())
+    tables = list(kv._tables)
     hues = colours(table.request_id for table in tables)
     boxes = []
     for number, page in enumerate(pages):

@@ -64,7 +64,7 @@ class PagePool:
         self.peak = self.evictions = 0
         self.shared = 0  # pages with more than one user
         self.filled_slots = 0  # of used pages, a shared page counted once
-        self._fill = [0] * num_pages  # tokens in each page
+        self.fills = [0] * num_pages  # tokens in each page
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page released last is reused first
         self._cached: OrderedDict[int, None] = OrderedDict()  # unused but findable, least recently used first
 
@@ -94,12 +94,12 @@ class PagePool:
 
     def fill(self, page: int) -> int:
         """Tokens in a page."""
-        return self._fill[page]
+        return self.fills[page]
 
     def set_fill(self, page: int, tokens: int) -> None:
         """A used page now holds so many tokens."""
-        self.filled_slots += tokens - self._fill[page]
-        self._fill[page] = tokens
+        self.filled_slots += tokens - self.fills[page]
+        self.fills[page] = tokens
 
     def take(self, number: int, for_whom: str) -> list[int]:
         """Pages for a first user, all or nothing: free ones first, then the least recently used cached ones."""
@@ -124,7 +124,7 @@ class PagePool:
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
         self.index.forget(page)  # before anyone can write to it
-        self._fill[page] = 0
+        self.fills[page] = 0
         self.evictions += 1
         return page
 
@@ -132,7 +132,7 @@ class PagePool:
         """One more user of a used or cached page."""
         if page in self._cached:
             del self._cached[page]
-            self.filled_slots += self._fill[page]
+            self.filled_slots += self.fills[page]
         self.refcounts[page] += 1
         self.shared += self.refcounts[page] == 2
         self.peak = max(self.peak, self.used)
@@ -143,11 +143,11 @@ class PagePool:
         self.shared -= self.refcounts[page] == 1
         if self.refcounts[page]:
             return
-        self.filled_slots -= self._fill[page]
+        self.filled_slots -= self.fills[page]
         if page in self.index:
             self._cached[page] = None
         else:
-            self._fill[page] = 0
+            self.fills[page] = 0
             self._free.append(page)
 
     def faults(self, held: Counter[int]) -> list[str]:
@@ -163,7 +163,7 @@ class PagePool:
         if self.shared != sum(refcount > 1 for refcount in self.refcounts):
             wrong.append(f"{self.shared} pages are counted as shared")
         wrong += [f"page {page} is free and can still be found" for page in free if page in self.index]
-        filled = sum(self._fill[page] for page, tables in held.items() if tables)
+        filled = sum(self.fills[page] for page, tables in held.items() if tables)
         if filled != self.filled_slots:
             wrong.append(f"{filled} slots are filled, {self.filled_slots} were counted")
         return wrong

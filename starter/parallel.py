@@ -236,8 +236,7 @@ class ParallelModel(Model):
         return len(lost)
 
     def _forward(self, batch: Batch, store: ParallelStore) -> Sequence[Sequence[float]]:
-        given = [Piece(batch.tokens[span.first_row:span.first_row + span.count], span.start, span.pages,
-                       span.first_row + span.count - 1 in batch.logit_rows) for span in batch.spans]
+        given = batch.pieces()
         pieces = [store.begun_early(piece) for piece in given]
         homes = self._share_out(pieces, store)
         shares = [[i for i, home in enumerate(homes) if home == process] for process in range(len(self.crew))]

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from .kv_cache import KVCacheManager
 from .metrics import Metrics, MetricsCollector
+from .requests import TokenFields
 from .scheduler import ScheduleDecision
-from .schema import REQUEST_SHAPE, Request, TokenEvent
+from .schema import REQUEST_SHAPE, Request
 from .timeline import TIMELINE_VERSION, Event, Timeline, VirtualClock
 
 
@@ -23,7 +24,7 @@ class Recorder:
         self.clock = clock
         self.steps = 0
         self.now = clock()  # the time of the last event
-        self.tokens: dict[str, TokenEvent] = {}  # the last ones, of sequences, that are not yet written
+        self.tokens: dict[str, TokenFields] = {}  # the last ones, of sequences, that are not yet written
         self.timeline = Timeline()
         self._collector = MetricsCollector()
         self._held_back: list[tuple[str, Event]] | None = None  # while a step is being planned
@@ -78,7 +79,7 @@ class Recorder:
         """A step was planned; ``computed`` positions will go through the decoder."""
         self._append("step", {
             "budget": decision.budget_tokens, "computed": computed,
-            "chunks": decision.chunks, "admitted": decision.admitted, "preempted": decision.preempted,
+            "chunks": decision.planned, "admitted": decision.admitted, "preempted": decision.preempted,
             "waiting": decision.waiting, "running": decision.running, "reasons": decision.why,
             "found": decision.found, "used_pages": kv.used_pages,
             "empty_slots": kv.internal_fragmentation()})

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .backend import load_backend
-from .batch import Piece
+from .batch import Batch
 from .engine import InferenceEngine
 from .errors import EngineError, RequestError, UnknownRequestError
 from .executor import Executor, Row
@@ -195,12 +195,12 @@ class _Watched(Executor):
     """Computes as the engine's own executor does, and says when."""
 
     def __init__(self, engine: InferenceEngine, replay: Replay) -> None:
-        super().__init__(engine.model, engine.kv.store if engine.settings.use_cache else None, engine.kv.page_size)
+        super().__init__(engine.model, engine.kv.store if engine.settings.use_cache else None)
         self._replay = replay
 
-    def run(self, pieces: Mapping[Sample, Piece]) -> dict[Sample, Row]:
+    def run(self, samples: Sequence[Sample], batch: Batch) -> dict[Sample, Row]:
         self._replay.computing()
-        rows = super().run(pieces)
+        rows = super().run(samples, batch)
         self._replay.computing()  # once more, after the faults that happened
         return rows
 

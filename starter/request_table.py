@@ -76,7 +76,7 @@ class RequestTable:
 
     def take(self, stream: RequestStream) -> TokenEvent:
         """The next unread event; with the last one the request is forgotten."""
-        event = stream.events.popleft()
+        event = TokenEvent._make(stream.events.popleft())
         if stream.drained and self.streams.get(event.request_id) is stream:  # a newer request may have the id
             del self.streams[event.request_id]
         return event

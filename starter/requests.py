@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 from .errors import CapacityError, RequestError
 from .model_config import MAX_CONTEXT, MAX_VOCABULARY, TOKEN_SHAPE, ModelConfig
@@ -213,6 +213,12 @@ class TokenEvent(NamedTuple):
     def sequence_id(self) -> str:
         """Of the sample, as the scheduler and the timeline know it."""
         return sample_id(self.request_id, self.sample) if self.sample else self.request_id
+
+
+TokenFields = tuple[str, int, Union[int, None], str, int, float, Union[float, None], Union[str, None], Union[str, None],
+                    int, tuple[tuple[int, float], ...]]
+"""A TokenEvent, or the same without the names, as a step makes it of every token and keeps it until somebody reads it:
+that is made faster, and Python's garbage collector looks at a plain tuple of numbers and texts only once."""
 
 
 def sample_id(request_id: str, number: int) -> str:

@@ -49,7 +49,6 @@ from .decisions import Plan, Reasons, ScheduledChunk, ScheduleDecision, counted
 from .errors import CapacityError, DuplicateRequestError, OutOfPagesError, RequestError, UnknownRequestError
 from .kv_cache import KVCacheManager, KVHandle
 from .policies import AGING, POLICIES, Policy
-from .records import quick
 from .schema import Request
 from .sequences import Sequence, WaitingQueue
 
@@ -58,7 +57,6 @@ __all__ = ["BYPASS_LIMIT", "REFUSAL_LIMIT", "ContinuousBatchScheduler", "Schedul
 BYPASS_LIMIT = 8
 REFUSAL_LIMIT = 8
 _order = attrgetter("order")
-_chunk = quick(ScheduledChunk)
 
 
 class ContinuousBatchScheduler:
@@ -88,7 +86,7 @@ class ContinuousBatchScheduler:
         self._running: dict[str, Sequence] = {}  # in order of admission
         self._running_ids: tuple[str, ...] | None = None  # the same; None: changed since it was last told
         self._in_order: list[Sequence] | None = None  # in the policy's order; None: the same
-        self._in_flight: list[Sequence] = []  # handed a chunk, which is not yet counted as computed
+        self._in_flight: list[tuple[list[Sequence], int]] = []  # handed so many tokens, not yet counted as computed
         self._finished: list[str] = []  # since the last decision
         self._failures: dict[str, str] = {}  # not yet taken
         self._steps = self._submitted = 0
@@ -177,6 +175,14 @@ class ContinuousBatchScheduler:
             raise UnknownRequestError(f"request {request_id!r} is not running, so it holds no pages")
         return sequence.handle
 
+    def handles(self, request_ids: Tokens[str]) -> list[KVHandle]:
+        """Those of several running requests, asked for at once because every step does. Only with a page manager."""
+        running = self._running
+        try:
+            return [running[request_id].handle for request_id in request_ids]  # type: ignore[misc]  # who runs has one
+        except KeyError as missing:
+            raise UnknownRequestError(f"request {missing} is not running, so it holds no pages") from None
+
     # --------------------------------------------------------------------------------------------- step
 
     def step(self, budget_tokens: int) -> ScheduleDecision:
@@ -200,28 +206,28 @@ class ContinuousBatchScheduler:
             for sequence in (*self._running.values(), *self._waiting.first(BYPASS_LIMIT)):
                 plan.reasons[sequence.id] = "waits: this step's budget is 0"
         finished, self._finished = tuple(self._finished), []
-        chunks = tuple(plan.chunks)
-        return ScheduleDecision(plan.step, plan.budget, chunks, tuple(plan.admitted), tuple(plan.preempted), finished,
-                                self._waiting.ids, self._ids_running(), Reasons(plan.reasons, chunks, plan.decoding),
-                                plan.found)
+        return ScheduleDecision(plan.step, plan.budget, plan.chunks, tuple(plan.admitted), tuple(plan.preempted),
+                                finished, self._waiting.ids, self._ids_running(),
+                                Reasons(plan.reasons, plan.chunks, plan.decoding), plan.found)
 
     def complete_step(self) -> None:
         """Count what the last step handed out as computed: requests that reach max_tokens are finished. Idempotent."""
         in_flight, self._in_flight = self._in_flight, []
         running = self._running
-        for sequence in in_flight:
-            if running.get(sequence.id) is not sequence:
-                continue  # cancelled or failed meanwhile; the id may already belong to a newer request
-            sequence.computed += sequence.scheduled
-            try:
-                self._tables.fill(sequence)
-            except Exception as error:  # its pages were taken away, say: it alone ends, with the reason
-                self._fail(sequence, error)
-                continue
-            if sequence.computed == sequence.known:
-                sequence.known += 1
-                if sequence.known == sequence.end:
-                    self.finish(sequence.id, "length")
+        for sequences, count in in_flight:
+            for sequence in sequences:
+                if running.get(sequence.id) is not sequence:
+                    continue  # cancelled or failed meanwhile; the id may already belong to a newer request
+                sequence.computed += count
+                try:
+                    self._tables.fill(sequence)
+                except Exception as error:  # its pages were taken away, say: it alone ends, with the reason
+                    self._fail(sequence, error)
+                    continue
+                if sequence.computed == sequence.known:
+                    sequence.known += 1
+                    if sequence.known == sequence.end:
+                        self.finish(sequence.id, "length")
 
     def abandon_step(self) -> None:
         """The computation was interrupted: nothing of the last step counts, it will be handed out again."""
@@ -336,10 +342,11 @@ class ContinuousBatchScheduler:
 
     def _plan_decodes(self, plan: Plan) -> None:
         """One token for each decoding request, the first in order first."""
-        decoding = [sequence for sequence in self._running_in_order()
-                    if sequence.decoding and sequence.last_served != plan.step]
+        decoding = [sequence for sequence in self._running_in_order() if sequence.last_served != plan.step
+                    and sequence.prompt_length <= sequence.computed == sequence.known - 1]  # .decoding, but quicker
         served = _least_recently_served(decoding, plan.left)
-        self._hand_out(plan, served, 1, "decode")
+        if served:
+            self._hand_out(plan, served, 1, "decode")
         if len(served) < len(decoding):
             self._explain_turns(plan, decoding)
 
@@ -351,6 +358,8 @@ class ContinuousBatchScheduler:
         """Share what is left of the budget evenly among prompts, short ones first so that what they do not need
         goes to the longer ones. A request that was admitted in this step with one token left to compute (swapped in,
         or all of its tokens found) belongs here too, so that it does not idle until the next step."""
+        if len(plan.decoding) == len(self._running):  # as nearly always
+            return
         prefilling = [sequence for sequence in self._running.values() if sequence.last_served != plan.step
                       and (not sequence.decoding or sequence.id in plan.admitted)]
         if not prefilling:
@@ -368,12 +377,13 @@ class ContinuousBatchScheduler:
 
     def _hand_out(self, plan: Plan, sequences: list[Sequence], count: int, phase: str) -> None:
         """A chunk of so many tokens for each of the sequences."""
-        plan.chunks += [_chunk((sequence.id, sequence.computed, count, phase)) for sequence in sequences]
+        plan.chunks.add(tuple([sequence.id for sequence in sequences]),
+                        tuple([sequence.computed for sequence in sequences]), count, phase)
         plan.left -= count * len(sequences)
         step = plan.step
         for sequence in sequences:
-            sequence.last_served, sequence.scheduled = step, count
-        self._in_flight += sequences
+            sequence.last_served = step
+        self._in_flight.append((sequences, count))
         if phase == "decode":
             plan.decoding += sequences
 

@@ -19,7 +19,6 @@ class Sequence:
     order: tuple[float, int]  # among all live requests: the policy's rank, ties broken by the order of submission
     known: int = field(init=False)  # tokens whose numbers are known: the prompt and what was generated
     computed: int = 0
-    scheduled: int = 0  # tokens of its last chunk
     handle: KVHandle | None = None
     preempted: bool = False  # at least once
     swapped: bool = False  # the handle's tokens are in host pages

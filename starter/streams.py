@@ -11,13 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .logits import Choice
-from .records import quick
-from .requests import Request, TokenEvent, sample_id
+from .requests import Request, TokenEvent, TokenFields, sample_id
 from .sampling import Draws
 from .stop_strings import StopStrings
 from .tokenizer import TextStream
-
-_token_event = quick(TokenEvent)
 
 
 @dataclass(frozen=True)
@@ -46,37 +43,41 @@ class Sample:
     withheld: int = 0  # tokens generated, but not read before a cancel
     finish_reason: str | None = None
     id: str = field(init=False)  # the sequence's
-    request_id: str = field(init=False)  # this and the next are the request's, kept here for every token to ask
+    request_id: str = field(init=False)  # this and the next are the stream's, kept here for every token to ask
     prompt_length: int = field(init=False)
     max_tokens: int = field(init=False)
     plain: bool = field(init=False)
+    end_tokens: tuple[int, ...] = field(init=False)
+    events: deque[TokenFields] = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.stream.request
         self.request_id, self.id = request.request_id, sample_id(request.request_id, self.number)
         self.prompt_length, self.max_tokens = len(request.prompt_tokens), request.max_tokens
         self.plain = request.sampling.plain
+        self.end_tokens, self.events = self.stream.end_tokens, self.stream.events
 
     @property
     def generated(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.prompt_length
 
-    def add(self, choice: Choice, ends: bool, step: int, time: float) -> TokenEvent:
-        """Append a generated token. ``ends``: it is an end or stop token. Decides whether the sample is finished."""
-        token, index = choice.token, len(self.tokens) - self.prompt_length
+    def add(self, choice: Choice, step: int, time: float) -> TokenFields:
+        """Append a generated token, and decide whether the sample is finished."""
+        token, logprob, top_logprobs = choice
+        index, stopped = len(self.tokens) - self.prompt_length, False
         self.tokens.append(token)
-        text, stopped = self.decoder.push(token), False
+        text = self.decoder.push(token)
         if not self.plain:
             self.draws.accept()
         if self.stops and index >= self.stream.request.sampling.min_tokens:
             text, stopped = self.stops.push(text)
-        reason = "stop" if ends or stopped else "length" if index + 1 == self.max_tokens else None
+        reason = ("stop" if stopped or token in self.end_tokens else
+                  "length" if index + 1 == self.max_tokens else None)
         if reason and not stopped:
             text += self._rest()
-        event = _token_event((self.request_id, index, token, text, step, time, choice.logprob, reason, None,
-                              self.number, choice.top_logprobs))
-        self.stream.events.append(event)
+        event = (self.request_id, index, token, text, step, time, logprob, reason, None, self.number, top_logprobs)
+        self.events.append(event)
         self.finish_reason = reason
         return event
 
@@ -85,7 +86,7 @@ class Sample:
         text = "" if reason == "cancelled" else self._rest()
         event = TokenEvent(self.request_id, self.generated - self.withheld, None, text, step, time, None,
                            reason, error, self.number)
-        self.stream.events.append(event)
+        self.events.append(event)
         self.finish_reason = reason
         return event
 
@@ -105,7 +106,7 @@ class RequestStream:
     request: Request
     end_tokens: tuple[int, ...] = ()  # which end a sample
     samples: list[Sample] = field(default_factory=list)
-    events: deque[TokenEvent] = field(default_factory=deque)  # not yet read
+    events: deque[TokenFields] = field(default_factory=deque)  # not yet read
 
     @property
     def finish_reason(self) -> str | None:
@@ -120,13 +121,19 @@ class RequestStream:
         """The last event was read."""
         return not self.events and self.finish_reason is not None
 
+    @property
+    def unread(self) -> list[TokenEvent]:
+        """The events, by their names. O(events)."""
+        return list(map(TokenEvent._make, self.events))
+
     def withhold(self) -> None:
         """Forget unread tokens: after a cancel nobody sees them. Ends of samples that were finished before stay."""
-        kept: deque[TokenEvent] = deque()
-        for event in self.events:
+        kept: list[TokenEvent] = []
+        for event in self.unread:
             sample = self.samples[event.sample]
             if sample.finish_reason is None:
                 sample.withheld += 1
             else:
                 kept.append(event)
-        self.events = kept
+        self.events.clear()
+        self.events.extend(kept)

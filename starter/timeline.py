@@ -46,14 +46,14 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
 from typing import Any, TextIO
 
 from .errors import SchemaError
-from .requests import TokenEvent
+from .requests import TokenEvent, TokenFields
 from .schema import (
     ENGINE_SHAPE,
     FAULT_SHAPE,
@@ -93,7 +93,7 @@ class Timeline:
 
     def __init__(self, keep: int = KEPT_EVENTS) -> None:
         self.header: Event = {}
-        self._events: deque[Event | TokenEvent] = deque(maxlen=keep)  # as they came: see _event
+        self._events: deque[Event | TokenFields] = deque(maxlen=keep)  # as they came: see _event
         self.listeners: list[Callable[[Event], None]] = []
         self._lock = RLock()  # what is appended while a listener is given the past comes to it afterwards
         self._untold: deque[Event] = deque()  # what a listener brings about waits until all have heard what came before
@@ -139,15 +139,15 @@ class Timeline:
             if self.listeners:
                 self._tell(_event(event))
 
-    def tokens(self, tokens: Iterable[TokenEvent]) -> None:
-        """Append tokens, much as their readers get them: most events are tokens, so nothing more is made of them here.
-        Without top_logprobs, which are no part of the event, and as long as the vocabulary where all are asked for."""
-        kept = [token._replace(top_logprobs=()) if token.top_logprobs else token for token in tokens]
+    def tokens(self, tokens: Collection[TokenFields]) -> None:
+        """Append tokens as they wait for their readers: most events are tokens, so nothing more is made of them here.
+        Their top_logprobs, which are no part of the event, had better be (): all of them are as long as the vocabulary.
+        """
         with self._lock:
-            self._events.extend(kept)
-            self.recorded += len(kept)
+            self._events.extend(tokens)
+            self.recorded += len(tokens)
             if self.listeners:
-                for token in kept:
+                for token in tokens:
                     self._tell(_event(token))
 
     def _tell(self, event: Event) -> None:
@@ -196,12 +196,13 @@ class Timeline:
                 self._let_go(write)
 
 
-def _event(entry: Event | TokenEvent) -> Event:
+def _event(entry: Event | TokenFields) -> Event:
     """An entry as it is told. Tokens and steps come as they are elsewhere, and nearly all entries are one or the other:
     what it takes to make plain lists and dictionaries of them is spent when somebody looks."""
-    if isinstance(entry, TokenEvent):
-        return {"event": "token", "step": entry.step + 1, "time": entry.time, "request": entry.sequence_id,
-                "index": entry.index, "token": entry.token, "text": entry.text}
+    if isinstance(entry, tuple):
+        token = TokenEvent._make(entry)
+        return {"event": "token", "step": token.step + 1, "time": token.time, "request": token.sequence_id,
+                "index": token.index, "token": token.token, "text": token.text}
     if entry["event"] != "step":
         return entry
     names = {key: list(entry[key]) for key in ("admitted", "preempted", "waiting", "running")}

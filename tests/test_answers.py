@@ -45,7 +45,7 @@ class AnswersTest(unittest.TestCase):
         choices, failures = self.answers.choose({sample: ROW})
         [choice] = choices.values()
         self.answers.settle(choices, failures)
-        [event] = sample.stream.events
+        [event] = sample.stream.unread
         self.assertEqual((choice.token, event.token, event.index, event.finish_reason), (1, 1, 0, None))
         self.assertEqual(self.events("token"), ["a"])
 
@@ -77,10 +77,10 @@ class AnswersTest(unittest.TestCase):
         self.assertEqual((list(choices), list(failures)), ([good], [bad]))
         self.assertIsInstance(failures[bad], BackendError)
         self.answers.settle(choices, failures)
-        [event] = bad.stream.events
+        [event] = bad.stream.unread
         self.assertEqual((event.token, event.finish_reason), (None, "error"))
         self.assertIn("NaN", event.error)
-        self.assertEqual([event.token for event in good.stream.events], [1])
+        self.assertEqual([event.token for event in good.stream.unread], [1])
         self.assertEqual(list(self.table.samples), ["good"])
 
     def test_a_failed_computation_is_passed_on(self) -> None:

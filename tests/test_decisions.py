@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import unittest
 
-from starter.decisions import ScheduledChunk, ScheduleDecision, counted
+from starter.decisions import Chunks, ScheduledChunk, ScheduleDecision, counted
 from starter.scheduler import ContinuousBatchScheduler
 from starter.schema import Request
 
 
 class DecisionsTest(unittest.TestCase):
     def test_scheduled_tokens(self) -> None:
-        chunks = (ScheduledChunk("a", 0, 5, "prefill"), ScheduledChunk("b", 9, 1, "decode"))
-        self.assertEqual(ScheduleDecision(0, 8, chunks, (), (), (), (), (), {}).scheduled_tokens, 6)
-        self.assertEqual(ScheduleDecision(0, 8, (), (), (), (), (), (), {}).scheduled_tokens, 0)
+        chunks = Chunks()
+        decision = ScheduleDecision(0, 8, chunks, (), (), (), (), (), {}, {})
+        self.assertEqual((decision.scheduled_tokens, len(chunks), decision.chunks), (0, 0, ()))
+        chunks.add(("a",), (0,), 5, "prefill")
+        chunks.add(("b", "c"), (9, 4), 1, "decode")
+        self.assertEqual((decision.scheduled_tokens, len(chunks)), (7, 3))
+        self.assertEqual(decision.chunks, (ScheduledChunk("a", 0, 5, "prefill"), ScheduledChunk("b", 9, 1, "decode"),
+                                           ScheduledChunk("c", 4, 1, "decode")))
 
     def test_reasons_of_decodes_are_those_that_a_scheduler_would_have_written(self) -> None:
         scheduler = ContinuousBatchScheduler()

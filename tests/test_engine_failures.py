@@ -194,9 +194,9 @@ class Failures(EngineCase):
                     raise BackendError(f"out of memory, {held} held")
                 return [[1.0]]
 
-        executor = Executor(Device(), object(), 4)  # type: ignore[arg-type]
-        pieces = {name: Piece([token], 0, (token,), True) for name, token in (("a", 1), ("b", 7), ("c", 2), ("d", 3))}
-        rows = executor.run(pieces)
+        executor = Executor(Device(), object())  # type: ignore[arg-type]
+        batch = Batch.of([Piece([token], 0, (token,), True) for token in (1, 7, 2, 3)], page_size=4)
+        rows = executor.run("abcd", batch)  # type: ignore[arg-type]
         self.assertEqual({name: str(row) for name, row in rows.items()},
                          {"a": "[1.0]", "b": "out of memory, 0 held", "c": "[1.0]", "d": "[1.0]"})
 

@@ -26,7 +26,7 @@ class FaultsTest(EngineCase):
             engine.step()
             engine.kv.check()
         injector.end()
-        errors = {name: events[-1].error for name in FIVE if (events := list(engine._requests.streams[name].events))}
+        errors = {name: events[-1].error for name in FIVE if (events := engine._requests.streams[name].unread)}
         self.assertEqual({name for name, text in errors.items() if text}, set(failed))
         for name in failed:
             self.assertIn(error, str(errors[name]))

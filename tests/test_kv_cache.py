@@ -210,9 +210,9 @@ class Conservation(unittest.TestCase):
         def lost(kv): kv._pool._free.pop()
         def free_but_found(kv): kv._pool.index.publish(0, [1] * 4, kv._pool._free[0])
         def counted_twice(kv): kv._pool.refcounts[kv.pages(self.handle)[0]] += 1
-        def listed_twice(kv): kv._table(self.handle).pages[1] = kv._table(self.handle).pages[0]
+        def listed_twice(kv): self.handle.pages = self.handle.pages[:1] * 2
         def too_long(kv): kv._table(self.handle).length = 99
-        def wrong_fill(kv): kv._pool._fill[kv.pages(self.handle)[0]] -= 1
+        def wrong_fill(kv): kv._pool.fills[kv.pages(self.handle)[0]] -= 1
         def wrong_sum(kv): kv._pool.filled_slots += 1
         def host_lost(kv): kv._host._free.pop()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import unittest
-from collections import deque
 from collections.abc import Sequence
 
 from starter.logits import Choice
@@ -28,7 +27,8 @@ def stream_of(pieces: Sequence[bytes], max_tokens: int = 99, **sampling: object)
 
 
 def add(sample: Sample, token: int, ends: bool = False) -> TokenEvent:
-    return sample.add(Choice(token, -0.5, ((token, -0.5),)), ends, 7, 7.5)
+    sample.end_tokens = (token,) if ends else ()
+    return TokenEvent._make(sample.add(Choice(token, -0.5, ((token, -0.5),)), 7, 7.5))
 
 
 class SampleTest(unittest.TestCase):
@@ -42,7 +42,7 @@ class SampleTest(unittest.TestCase):
         for token in range(len(pieces)):
             if sample.finish_reason is None:
                 add(sample, token)
-        return [*sample.stream.events]
+        return sample.stream.unread
 
     def test_events(self) -> None:
         (sample,) = stream_of([b"a", b"b"], max_tokens=3).samples
@@ -51,7 +51,7 @@ class SampleTest(unittest.TestCase):
         add(sample, 0)
         self.assertEqual((sample.tokens, sample.generated, sample.finish_reason), ([0, 1, 1, 0], 2, None))
         self.assertEqual(add(sample, 1).finish_reason, "length")
-        self.assertEqual([event.index for event in sample.stream.events], [0, 1, 2])
+        self.assertEqual([event.index for event in sample.stream.unread], [0, 1, 2])
 
     def test_an_end_token_or_a_stop_string_goes_before_the_length(self) -> None:
         (sample,) = stream_of([b"a", b"b"], max_tokens=1).samples
@@ -97,14 +97,14 @@ class SampleTest(unittest.TestCase):
                     (sample,) = stream_of(pieces, stop=stop).samples
                     add(sample, 0)
                     event = add(sample, 1, ends=reason == "stop")
-                    before = "".join(event.text for event in sample.stream.events)
+                    before = "".join(event.text for event in sample.stream.unread)
                     if reason != "stop":
                         event = sample.end(reason, error, 8, 8.5)
                         self.assertEqual((event.token, event.index, event.logprob), (None, 2, None))
                         self.assertEqual(event.text, "" if reason == "cancelled" else wanted[len(before):])
                     self.assertEqual((event.finish_reason, event.error), (reason, error))
                     if reason != "cancelled":
-                        self.assertEqual("".join(event.text for event in sample.stream.events), wanted)
+                        self.assertEqual("".join(event.text for event in sample.stream.unread), wanted)
 
     def test_a_number_is_drawn_again_until_its_token_was_added(self) -> None:
         (sample,) = stream_of([b"a"], temperature=1.0).samples
@@ -154,14 +154,14 @@ class StreamTest(unittest.TestCase):
                 for _ in range(dice.randint(0, 3 * n - 1)):
                     sample = dice.choice([each for each in stream.samples if each.finish_reason is None])
                     add(sample, 0)
-                    self.read(dice, stream.events, read)
+                    self.read(dice, stream, read)
                 finished = {sample.number for sample in stream.samples if sample.finish_reason}
                 stream.withhold()
-                self.assertLessEqual({event.sample for event in stream.events}, finished)
+                self.assertLessEqual({event.sample for event in stream.unread}, finished)
                 for sample in stream.samples:
                     if sample.number not in finished:
                         sample.end("cancelled", None, 0, 0.0)
-                read += stream.events
+                read += stream.unread
                 for sample in stream.samples:
                     mine = [event for event in read if event.sample == sample.number]
                     self.assertEqual([event.index for event in mine], list(range(len(mine))))
@@ -169,9 +169,9 @@ class StreamTest(unittest.TestCase):
                                      ["length" if sample.number in finished else "cancelled"])
                     self.assertTrue(mine[-1].finish_reason)
 
-    def read(self, dice: random.Random, events: deque[TokenEvent], into: list[TokenEvent]) -> None:
-        while events and dice.random() < 0.5:
-            into.append(events.popleft())
+    def read(self, dice: random.Random, stream: RequestStream, into: list[TokenEvent]) -> None:
+        while stream.events and dice.random() < 0.5:
+            into.append(TokenEvent._make(stream.events.popleft()))
 
 
 if __name__ == "__main__":

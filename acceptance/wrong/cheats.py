@@ -13,6 +13,7 @@ from starter.engine import InferenceEngine
 from starter.executor import Executor
 from starter.kv_cache import KVCacheManager
 from starter.model import Model
+from starter.requests import TokenEvent
 from starter.streams import Sample
 
 from .mistake import mistake
@@ -41,8 +42,10 @@ def tokens_equal_to_everything(patch):
     """Tampering: tokens that are equal to whatever they are compared with."""
     right = Sample.add
 
-    def add(self, choice, ends, step, time):
-        return right(self, choice._replace(token=Anything(choice.token)), ends, step, time)
+    def add(self, choice, step, time):
+        event = TokenEvent._make(right(self, choice, step, time))
+        event = self.events[-1] = event._replace(token=Anything(event.token))
+        return event
 
     patch(Sample, "add", add)
 
@@ -168,8 +171,8 @@ def store_for_show(patch):
         return beside(store).setdefault("twin", CpuKVStore(
             store.layers, store.kv_heads, store.head_width, len(store.keys[0][0]) // store.page_size, store.page_size))
 
-    def init(self, model, store, page_size):
-        right(self, model, twin(store) if isinstance(store, CpuKVStore) else store, page_size)
+    def init(self, model, store):
+        right(self, model, twin(store) if isinstance(store, CpuKVStore) else store)
 
     def copy_page(self, source, target, origin=None):
         right_copy(self, source, target, origin)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import replace
 from math import floor
 
 from starter import grids
 from starter.cpu_backend import CpuKVStore
+from starter.decisions import Chunks
 from starter.grids import Grid
 from starter.pages import PagePool
 from starter.scheduler import ContinuousBatchScheduler
@@ -78,7 +78,9 @@ def newest_first_within_a_step(patch):
 
     def reversed_step(self, budget_tokens):
         decision = step(self, budget_tokens)
-        return replace(decision, chunks=decision.chunks[::-1])
+        backwards = [run._replace(request_ids=run.request_ids[::-1], starts=run.starts[::-1])
+                     for run in reversed(decision.planned.runs)]
+        return decision._replace(planned=Chunks(backwards))
 
     def preempt_the_largest(self, plan, victim, needy):
         others = sorted(self._running.values(), key=lambda sequence: sequence.order)[1:]

@@ -16,6 +16,7 @@ from starter.engine import InferenceEngine
 from starter.executor import Executor
 from starter.metrics import MetricsCollector
 from starter.recorder import Recorder
+from starter.requests import TokenEvent
 from starter.sampling import Draws
 from starter.scheduler import ContinuousBatchScheduler
 from starter.streams import Sample
@@ -41,10 +42,10 @@ def cancel_sets_a_flag_only(patch):
     """Flag-only cancel: tokens or pages go on after it."""
     right, cancelled = Sample.add, set()
 
-    def add(self, choice, ends, step, time):
-        event = right(self, choice, ends, step, time)
+    def add(self, choice, step, time):
+        event = TokenEvent._make(right(self, choice, step, time))
         if self.stream in cancelled and event.finish_reason:  # the flag is looked at when it ends anyway
-            self.stream.events[-1] = event._replace(finish_reason="cancelled")
+            self.events[-1] = event._replace(finish_reason="cancelled")
         return event
 
     patch(InferenceEngine, "cancel", lambda self, request_id: cancelled.add(self._requests.find(request_id)))
@@ -54,11 +55,11 @@ def cancel_sets_a_flag_only(patch):
 @mistake(34, "M6EndToEnd.test_a_fault_ends_one_request", says="its neighbours do not notice")
 def one_fault_kills_its_neighbours(patch):
     """One fault kills its neighbours: the whole batch ends with the error."""
-    def run(self, pieces):
+    def run(self, samples, batch):
         try:
-            return self._forward(pieces)
+            return self._forward(samples, batch)
         except Exception as error:
-            return dict.fromkeys(pieces, error)
+            return dict.fromkeys(samples, error)
 
     patch(Executor, "run", run)
 
@@ -95,8 +96,9 @@ def first_token_never_ends(patch):
     """An end-of-sequence token right after prefill is taken for any other: one token too many."""
     right = Sample.add
 
-    def add(self, choice, ends, step, time):
-        return right(self, choice, ends and self.generated > 0, step, time)
+    def add(self, choice, step, time):
+        self.end_tokens = self.stream.end_tokens if self.generated else ()
+        return right(self, choice, step, time)
 
     patch(Sample, "add", add)
 

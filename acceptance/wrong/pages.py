@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from starter import scheduler
+from starter.batch import Batch
 from starter.engine import InferenceEngine
 from starter.errors import CapacityError, OutOfPagesError
 from starter.executor import Executor
@@ -73,8 +74,7 @@ def prefix_published_before_computed(patch):
     def allocate(self, request_id, token_count, tokens=None, salt=None):
         handle = right(self, request_id, token_count, tokens, salt)
         if self.prefix_sharing and tokens:
-            table = self._tables[handle]
-            self._publish(replace(table, length=token_count), tokens)
+            self._publish(replace(handle, length=token_count), tokens)
         return handle
 
     patch(KVCacheManager, "allocate", allocate)
@@ -125,7 +125,7 @@ def one_page_ahead(patch):
 def shared_slots_counted_twice(patch):
     """Internal fragmentation counts the empty slots of a shared page once for each user."""
     def internal_fragmentation(self):
-        return sum(len(table.pages) * self.page_size - table.length for table in self._tables.values())
+        return sum(len(table.pages) * self.page_size - table.length for table in self._tables)
 
     patch(KVCacheManager, "internal_fragmentation", internal_fragmentation)
 
@@ -133,8 +133,8 @@ def shared_slots_counted_twice(patch):
 @mistake(None, "M4PagedKV.test_page_sizes", says="page size")
 def page_size_written_into_the_code(patch):
     """The decoder finds its slots as if every page had 4 of them."""
-    right = Executor.__init__
-    patch(Executor, "__init__", lambda self, model, store, page_size: right(self, model, store, 4))
+    right = Executor._forward
+    patch(Executor, "_forward", lambda self, samples, batch: right(self, samples, Batch.of(batch.pieces(), 4)))
 
 
 @mistake(None, "M4PagedKV.test_sampling_survives_preemption", says="draw no number twice")
@@ -143,11 +143,11 @@ def random_numbers_start_again(patch):
     right = InferenceEngine._plan
 
     def plan(self, budget_tokens):
-        decision, pieces = right(self, budget_tokens)
+        decision, *work = right(self, budget_tokens)
         for request_id in decision.preempted:
             sample = self._requests.samples[request_id]
             sample.draws = Draws(sample.stream.request.sampling, request_id, sample.number, self.settings.seed)
-        return decision, pieces
+        return decision, *work
 
     patch(InferenceEngine, "_plan", plan)
 

@@ -10,6 +10,7 @@ from starter.engine import InferenceEngine
 from starter.errors import SchemaError, UnknownRequestError
 from starter.lane_backend import LaneBackend
 from starter.request_table import RequestTable
+from starter.requests import TokenEvent
 from starter.scheduler import ContinuousBatchScheduler
 from starter.schema import load_scenario
 from starter.streams import Sample
@@ -61,10 +62,10 @@ def text_of_the_last_token_lost(patch):
     """The last event of a stream has no text."""
     right = Sample.add
 
-    def add(self, choice, ends, step, time):
-        event = right(self, choice, ends, step, time)
+    def add(self, choice, step, time):
+        event = TokenEvent._make(right(self, choice, step, time))
         if event.finish_reason:
-            event = self.stream.events[-1] = event._replace(text="")
+            event = self.events[-1] = event._replace(text="")
         return event
 
     patch(Sample, "add", add)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from starter import scheduler
 from starter.answers import Answers
 from starter.decisions import Plan
@@ -142,7 +140,7 @@ def budget_0_means_no_limit(patch):
 
     def step(self, budget_tokens):
         decision = right(self, 64 if type(budget_tokens) is int and budget_tokens == 0 else budget_tokens)
-        return replace(decision, budget_tokens=budget_tokens)
+        return decision._replace(budget_tokens=budget_tokens)
 
     patch(ContinuousBatchScheduler, "step", step)
 

@@ -78,7 +78,7 @@ class Ours:
         self._forward_seconds, served = 0.0, 0
         start = perf_counter()
         for _ in range(self.tokens):
-            served += len(self.engine.step().chunks)
+            served += len(self.engine.step().planned)
         seconds = perf_counter() - start
         self._shares.append(1.0 - self._forward_seconds / seconds)
         for request_id in ids:
