@@ -46,6 +46,14 @@ class BatchTest(unittest.TestCase):
                     self.assertEqual(row - 1 in batch.logit_rows, piece.wants_logits)
                 self.assertEqual(len(batch.logit_rows), sum(piece.wants_logits for piece in pieces))
                 self.assertEqual((len(batch.spans), row), (len(pieces), len(rows)))
+                self.assertEqual(batch.pieces(), pieces)
+                self.assertEqual(Batch.of(map(tuple, pieces), page_size), batch)
+
+    def test_without_pages_there_are_no_slots(self) -> None:
+        pieces = [Piece([7], 0, (), True), Piece([8, 9], 0, (), False), Piece([5], 0, (3,), True)]
+        batch = Batch.of(pieces, page_size=4)
+        self.assertEqual((batch.tokens, batch.slots, batch.logit_rows), ([7, 8, 9, 5], [12], [0, 3]))
+        self.assertEqual(batch.pieces(), pieces)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 import unittest
 from collections import Counter
@@ -601,6 +603,37 @@ class StaleHandles(unittest.TestCase):
         self.assertFalse(other.owns(handle))
         mine.release(handle)
         self.assertFalse(mine.owns(handle))
+
+    def test_a_handle_shows_its_pages_while_it_has_any(self) -> None:
+        kv, other = KVCacheManager(4, 2, host_pages=2), KVCacheManager(4, 2)
+        handle = kv.allocate("r", 3)
+        pages = kv.pages(handle)
+        self.assertEqual((handle.pages, kv.resident_pages(handle), len(pages)), (pages, pages, 2))
+        self.assertRaises(StaleHandleError, other.resident_pages, handle)
+        kv.swap_out(handle)
+        self.assertEqual((handle.pages, kv.pages(handle)), ((), ()))
+        self.assertRaisesRegex(RequestError, "r is swapped out", kv.resident_pages, handle)
+        kv.swap_in(handle, 3)
+        self.assertEqual((handle.pages, len(handle.pages)), (kv.pages(handle), 2))
+        kv.release(handle)
+        self.assertEqual((handle.pages, repr(handle)), ((), "KVHandle(request_id='r')"))
+        self.assertRaises(StaleHandleError, kv.resident_pages, handle)
+
+    def test_pages_handed_out_stay_as_they_were(self) -> None:
+        """Whoever computes with a block table while it changes, in another thread, sees the one of before."""
+        kv = KVCacheManager(6, 2)
+        handle = kv.allocate("r", 3)
+        fill(kv, handle, [([1.0], [1.0])] * 3)
+        before = kv.pages(handle)
+        child = kv.fork(handle, "child")
+        kv.reserve(handle, 5)  # a copy of the shared page that it writes, and a fresh one
+        self.assertEqual((len(before), len(kv.pages(handle)), kv.pages(child)), (2, 3, before))
+        self.assertNotEqual(kv.pages(handle)[1], before[1])
+
+    def test_no_copy_is_a_handle(self) -> None:
+        handle = KVCacheManager(4, 4).allocate("r", 4)
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            self.assertRaisesRegex(TypeError, "cannot be copied", copied, handle)
 
 
 class PageBoundaries(unittest.TestCase):

@@ -608,6 +608,19 @@ class SharedPrefixes(unittest.TestCase):
         self.assertEqual(decision.found, {})  # coming back does not count
 
 
+class Handles(unittest.TestCase):
+    def test_of_running_requests_only(self) -> None:
+        kv = KVCacheManager(4, 4)
+        scheduler = ContinuousBatchScheduler(2, kv=kv)
+        for name in "abc":
+            scheduler.submit(request(name, 4, 2))
+        scheduler.step(16)
+        self.assertEqual(scheduler.handles(("b", "a")), [scheduler.handle("b"), scheduler.handle("a")])
+        for ids in (("a", "c"), ("x",)):
+            with self.assertRaisesRegex(UnknownRequestError, f"request '{ids[-1]}' is not running"):
+                scheduler.handles(ids)
+
+
 class Forks(unittest.TestCase):
     def test_a_fork_runs_at_once_on_the_same_pages_and_copies_when_it_writes(self) -> None:
         kv = KVCacheManager(8, 4)
