@@ -34,21 +34,7 @@ class Answers:
             self.end_all(sample_.stream, "error", f"{type(failure).__name__}: {failure}")
         self._scheduler.complete_step()
         self.end_failures()
-        recorder = self._recorder
-        step, listeners = recorder.steps - 1, recorder.timeline.listeners
-        for sample_, choice in choices.items():
-            if sample_.finish_reason:  # it has failed, or who listens cancelled it just now
-                continue
-            if sample_.others:
-                self._start_others(sample_)
-            event = sample_.add(choice, step, recorder.now)
-            ends = sample_.finish_reason
-            recorder.tokens[sample_.id] = event if sample_.plain else (*event[:-1], ())  # without top_logprobs
-            if listeners:  # they hear of it before there is another, which they might cancel
-                recorder.write_tokens()
-            if ends:
-                self._finish(sample_, ends)
-        recorder.write_tokens()
+        self._add_tokens(choices)
 
     def choose(self, rows: Mapping[Sample, Row]) -> tuple[dict[Sample, Choice], dict[Sample, Exception]]:
         """Sample the next tokens; a row after a prompt is for all samples of its request, the first before the others.
@@ -85,6 +71,23 @@ class Answers:
             self._recorder.event("fork", request=sample_.id, parent=first.id)
             if self._scheduler.is_running(first.id):  # else it has all its tokens with this one
                 self._scheduler.fork(first.id, replace(first.stream.request, request_id=sample_.id))
+
+    def _add_tokens(self, choices: Mapping[Sample, Choice]) -> None:
+        """A new token goes into its stream; a sample ends here if it is its last."""
+        recorder, listeners = self._recorder, self._recorder.timeline.listeners
+        for sample_, choice in choices.items():
+            if sample_.finish_reason:  # it has failed, or who listens cancelled it just now
+                continue
+            if sample_.others:
+                self._start_others(sample_)
+            event = sample_.add(choice, recorder.steps - 1, recorder.now)
+            reason = sample_.finish_reason
+            recorder.tokens[sample_.id] = event if sample_.plain else (*event[:-1], ())  # without top_logprobs
+            if listeners:  # they hear of it before there is another, which they might cancel
+                recorder.write_tokens()
+            if reason:
+                self._finish(sample_, reason)
+        recorder.write_tokens()
 
     def _finish(self, sample_: Sample, reason: str) -> None:
         """The sample has its last token."""
