@@ -133,6 +133,21 @@ class BatchEqualsSolo(EngineCase):
                 self.submit(engine, FIVE)
                 self.check_outcomes(engine, FIVE)
 
+    def test_without_a_cache_positions_are_computed_when_a_token_is_due(self) -> None:
+        """All of them each time, and none for a part of a prompt."""
+        asks = {"a": Ask((3, 1, 4, 1, 5), 3), "b": Ask((2, 7), 4)}
+        lengths = [len(ask.prompt) + i for ask in asks.values() for i in range(ask.max_tokens)]
+        for budget in (2, 3, 64):
+            with self.subTest(budget=budget):
+                engine = make_engine(use_cache=False, budget_tokens=budget, max_running=4)
+                self.submit(engine, asks)
+                engine.run()
+                self.assertEqual(engine.metrics().computed_tokens, sum(lengths))
+                chunks = [chunk for event in engine.timeline if event["event"] == "step" for chunk in event["chunks"]]
+                self.assertEqual(sum(count for _, _, count, _ in chunks),
+                                 sum(len(ask.prompt) + ask.max_tokens - 1 for ask in asks.values()))
+                self.check_outcomes(engine, asks)
+
     def test_numbers_left_in_free_pages_do_no_harm(self) -> None:
         """K066: NaN in every free slot, before the run and again in every step."""
         engine = make_engine(**TIGHT)

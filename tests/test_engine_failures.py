@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import unittest
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,10 +14,8 @@ from time import sleep
 from types import FrameType
 
 from starter.audit import Audit
-from starter.batch import Batch, Piece
 from starter.engine import InferenceEngine
-from starter.errors import BackendError, EngineError
-from starter.executor import Executor
+from starter.errors import EngineError
 from starter.metrics import Metrics
 from starter.scheduler import REFUSAL_LIMIT
 from starter.schema import SamplingParams, TokenEvent
@@ -39,10 +36,6 @@ from tests.support import (
     outcome,
     solo,
 )
-
-
-class _Scratch(set[int]):
-    """Memory that can be seen to be gone."""
 
 
 class Cancel(EngineCase):
@@ -180,25 +173,6 @@ class Failures(EngineCase):
                 self.assertEqual(events[-1].error, f"OSError: no luck with token {POISON}")
                 self.check_outcomes(engine, HEALTHY_FIVE)
                 self.assertGreater(len(HEALTHY_FIVE), 2)
-
-    def test_what_a_failed_try_has_taken_is_free_before_the_next(self) -> None:
-        """A device out of memory for all together, and for one of them: the others have all of it."""
-        taken: list[weakref.ref[_Scratch]] = []
-
-        class Device:
-            def forward(self, batch: Batch, store: object) -> list[list[float]]:
-                held = sum(ref() is not None for ref in taken)
-                scratch = _Scratch(batch.tokens)
-                taken.append(weakref.ref(scratch))
-                if held or len(batch.spans) > 1 or 7 in scratch:
-                    raise BackendError(f"out of memory, {held} held")
-                return [[1.0]]
-
-        executor = Executor(Device(), object())  # type: ignore[arg-type]
-        batch = Batch.of([Piece([token], 0, (token,), True) for token in (1, 7, 2, 3)], page_size=4)
-        rows = executor.run("abcd", batch)  # type: ignore[arg-type]
-        self.assertEqual({name: str(row) for name, row in rows.items()},
-                         {"a": "[1.0]", "b": "out of memory, 0 held", "c": "[1.0]", "d": "[1.0]"})
 
     def test_a_backend_that_always_fails_ends_everybody_once(self) -> None:
         def fault(moment: str, tokens: Sequence[int]) -> None:
@@ -555,6 +529,28 @@ class Failures(EngineCase):
                     continue
                 engine.kv.release(engine.scheduler.handle(name))
                 self.check_outcomes(engine, FIVE, failed=name)
+
+    def test_pages_taken_from_outside_while_a_step_is_planned(self) -> None:
+        """One request asks for a page, whereupon somebody takes those of another, which has its chunk or gets it yet."""
+        asks = {"a": Ask((3, 1, 4, 1), 9), "b": Ask((5, 5), 9)}
+        for taken, asking in (("a", "b"), ("b", "a")):
+            for take, error in (("release", "StaleHandleError"), ("swap_out", f"RequestError: {taken} is swapped out")):
+                with self.subTest(taken=taken, take=take):
+                    engine = make_engine(page_size=4, num_pages=16, preemption="swap", host_pages=8)
+                    self.submit(engine, asks)
+                    engine.step()
+
+                    def gate(number: int, for_whom: str, engine=engine, taken=taken, asking=asking, take=take) -> None:
+                        if for_whom == asking and engine.scheduler.is_running(taken):
+                            handle = engine.scheduler.handle(taken)
+                            if engine.kv.owns(handle) and handle.pages:
+                                getattr(engine.kv, take)(handle)
+
+                    engine.kv.gate = gate
+                    self.check_outcomes(engine, asks, failed=taken)
+                    errors = [event["error"] for event in engine.timeline if "error" in event]
+                    self.assertEqual(len(errors), 1)
+                    self.assertIn(error, errors[0])
 
     def test_pages_released_while_the_decoder_computes(self) -> None:
         for k in range(6):
