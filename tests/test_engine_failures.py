@@ -531,7 +531,7 @@ class Failures(EngineCase):
                 self.check_outcomes(engine, FIVE, failed=name)
 
     def test_pages_taken_from_outside_while_a_step_is_planned(self) -> None:
-        """One request asks for a page, whereupon somebody takes those of another, which has its chunk or gets it yet."""
+        """One request asks for a page, and somebody takes those of another, which has its chunk or is to have it."""
         asks = {"a": Ask((3, 1, 4, 1), 9), "b": Ask((5, 5), 9)}
         for taken, asking in (("a", "b"), ("b", "a")):
             for take, error in (("release", "StaleHandleError"), ("swap_out", f"RequestError: {taken} is swapped out")):
