@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from .lives import Life
 from .page_ledger import PageLedger
 from .policies import AGING, POLICIES
-from .schema import ENGINE_SHAPE, MODEL_SHAPE, EngineSettings, ModelConfig, Request
+from .schema import ENGINE_SHAPE, MODEL_SHAPE, EngineSettings, ModelConfig, Request, SamplingParams
 from .timeline import Event
 
 
@@ -59,6 +59,7 @@ class Audit:
         self._lives: dict[str, Life] = {}
         self._line, self._step, self._time, self._plans, self._begun = 1, 0, header["time"], 0, 0
         self._plan: Event | None = None  # the last step, until what it computes is there
+        self._told: Life | None = None  # who had the latest token
         self._checked = True  # the plan was: its chunks have to wait for its page changes
         self._unlisted: list[Life] = []  # neither running nor waiting in the plan: they must have ended
 
@@ -100,7 +101,9 @@ class Audit:
     def _on_submit(self, event: Event) -> None:
         name = event["request"]
         self._begin(name, Request(name, event["prompt_tokens"], event["max_tokens"], priority=event.get("priority", 0),
-                                  cache_salt=event.get("cache_salt")), list(event["prompt_tokens"]))
+                                  sampling=SamplingParams(stop=event.get("sampling", {}).get("stop", ())),
+                                  stop_tokens=event.get("stop_tokens", ()), cache_salt=event.get("cache_salt")),
+                    list(event["prompt_tokens"]))
 
     def _begin(self, family: str, request: Request, tokens: list[int]) -> Life:
         name = request.request_id
@@ -137,6 +140,7 @@ class Audit:
                               f"computed, or it has had the token of this step")
         if event["token"] >= self.model.vocab_size:
             self._wrong("V1", f"{name} gets token {event['token']}, outside the vocabulary of {self.model.vocab_size}")
+        self._told = life
         life.due = False
         life.generated += 1
         life.tokens.append(event["token"])
@@ -150,12 +154,18 @@ class Audit:
             self._wrong("V3", f"{name} ends with {event['tokens']} tokens, but got {life.generated}")
         if reason == "length" and life.generated != life.request.max_tokens:
             self._wrong("V3", f"{name} ends for its length with {life.generated} of {life.request.max_tokens} tokens")
-        if (reason == "cancelled") != life.cancelled:
+        if (reason == "cancelled") != life.cancelled and not (life.late and self._may_end(life)):
             self._wrong("V3", f"{name} ends as {reason!r}, and was {'' if life.cancelled else 'not '}cancelled")
         if life.due and reason in ("stop", "length"):
             self._wrong("V3", f"{name} ends without the token that was computed last")
         self._forget(name)
         self.proven["ends"] += 1
+
+    def _may_end(self, life: Life) -> bool:
+        """Can its last token have ended it?"""
+        request = life.request
+        return (life.generated == request.max_tokens or bool(request.sampling.stop)
+                or life.tokens[-1] in (*self.model.eos_tokens, *request.stop_tokens))
 
     def _on_cancel(self, event: Event) -> None:
         family = [life for life in self._lives.values() if life.family == event["request"]]
@@ -164,7 +174,7 @@ class Audit:
         for life in family:
             if life.cancelled:
                 self._wrong("V3", f"{life.request.request_id} is cancelled again before its end came")
-            life.cancelled = True
+            life.cancelled, life.late = True, life is self._told
 
     def _find(self, event: Event) -> Life | None:
         life = self._lives.get(event["request"])

@@ -42,6 +42,7 @@ from .errors import (
 )
 from .executor import Executor, Row
 from .faults import Fault, FaultInjector
+from .kv_cache import KVHandle
 from .loading import AS_IN_SCENARIO, Loaded, load_checkpoint_model, load_scenario_model
 from .logits import Choice
 from .metrics import Metrics
@@ -439,18 +440,26 @@ class InferenceEngine:
 
     def _pieces(self, chunks: Chunks, found: list[Sample]) -> Iterator[PlainPiece]:
         """A piece for each chunk, its sample noted in ``found``. Tokens are copied: the computation holds no lock."""
-        samples = self._requests.samples
+        samples, page_size = self._requests.samples, self.kv.page_size
         for sequence_ids, starts, count, _ in chunks.runs:
             for sequence_id, start, handle in zip(sequence_ids, starts, self.scheduler.handles(sequence_ids)):
-                sample_ = samples[sequence_id]
-                tokens, end = sample_.tokens, start + count
-                try:
-                    pages = handle.pages or self.kv.resident_pages(handle)
-                except EngineError as error:  # they were taken away from outside
-                    self.scheduler.fail(sequence_id, error)
+                end, pages = start + count, handle.pages
+                if end > len(pages) * page_size:
+                    self.scheduler.fail(sequence_id, self._no_room(handle, end))
                     continue
+                sample_ = samples[sequence_id]
+                tokens = sample_.tokens
                 found.append(sample_)
                 yield tokens[start:end], start, pages, end == len(tokens)
+
+    def _no_room(self, handle: KVHandle, end: int) -> EngineError:
+        """Why a request's pages do not hold the positions before ``end``, which it is to compute."""
+        try:
+            pages = self.kv.resident_pages(handle)
+        except EngineError as error:  # they were taken away from outside
+            return error
+        return EngineError(f"{handle.request_id} is to compute position {end - 1}, and its {len(pages)} pages of "
+                           f"{self.kv.page_size} end before it: they were not reserved, or are not its own any more")
 
     def _whole_pieces(self, chunks: Chunks, found: list[Sample]) -> Iterator[PlainPiece]:
         """The same without a cache: all tokens, to be computed only when the next one is due."""

@@ -50,19 +50,19 @@ class KVHandle:
     def __repr__(self) -> str:
         return f"KVHandle(request_id={self.request_id!r})"
 
-    def __reduce__(self) -> str:
-        raise TypeError(f"{self!r} is this very object, so it cannot be copied")
+    def __copy__(self) -> KVHandle:
+        return KVHandle(self.request_id)  # not this very object, so it opens nothing
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class _Table(KVHandle):
     """What the manager gives out as a handle, and what others need not know of it."""
 
-    pool: PagePool | None = None  # whose pages these are; None once it is released
     root: Node = None
     length: int = 0  # tokens whose slots are filled
     nodes: list[Node] = field(default_factory=list)  # content of the leading full pages, as far as it is known
     host_pages: list[int] | None = None  # where the tokens are while swapped out
+    pool: PagePool | None = field(default=None, init=False)  # whose pages these are, from opening it to its release
 
 
 class KVCacheManager:
@@ -193,7 +193,7 @@ class KVCacheManager:
         if needed > self.total_pages:
             raise PoolTooSmallError(f"{token_count} tokens need {needed} pages of {self.page_size}; the pool has "
                                     f"{self.total_pages}: shorten the request or enlarge the pool")
-        table = _Table(request_id, (), self._pool, self._pool.index.root(salt))
+        table = _Table(request_id, (), self._pool.index.root(salt))
         found = self._find_prefix(table.root, tokens[:token_count]) if self.prefix_sharing and tokens else []
         shared = [page for page, _ in found]
         self._ask(needed - len(shared), request_id, besides=shared)
@@ -228,7 +228,7 @@ class KVCacheManager:
         for page in shared:
             self._pool.share(page)
         self._counts["hits"] += parent.length
-        child = self._open(_Table(request_id, shared, self._pool, parent.root, parent.length, list(parent.nodes)))
+        child = self._open(_Table(request_id, shared, parent.root, parent.length, list(parent.nodes)))
         self._observer("share", request_id, shared)
         return child
 
@@ -419,6 +419,7 @@ class KVCacheManager:
                 self.store.settle(page)
 
     def _open(self, table: _Table) -> KVHandle:
+        table.pool = self._pool
         self._tables[table] = None
         self._counts["allocations"] += 1
         return table

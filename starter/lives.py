@@ -30,6 +30,7 @@ class Life:
     running: bool = False
     due: bool = False  # a token, from the step that was completed last
     cancelled: bool = False
+    late: bool = False  # by somebody who heard of its token, which may have been its last
     waited: int = 0  # steps since it began to wait; meanwhile:
     ahead: int = 0  # k
     longest: int = 0  # L

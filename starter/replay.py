@@ -8,10 +8,11 @@
 
 On a virtual clock the times must be equal, too; on a real clock all but the times. What came from other threads while
 a step was computed is done again while it is computed; a step that was interrupted is interrupted again. A refusal
-changed nothing and is taken as told. Four things cannot be told from a timeline, and may end in a difference: what
+changed nothing and is taken as told. Five things cannot be told from a timeline, and may end in a difference: what
 somebody outside does to the pages of a running request other than forking them or through a fault; pages that
 outsiders asked for in vain, where a RefusedPages fault counts the asks; how far a step had come when it was
-interrupted, where a fault counts the decoder's calls; and a plan that was interrupted before it was told.
+interrupted, where a fault counts the decoder's calls; a plan that was interrupted before it was told; and whether
+several cancels after a token came from who heard of it or after the step.
 """
 
 from __future__ import annotations
@@ -128,11 +129,21 @@ class Replay:
         here, there = self._what_counts(recorded), self._what_counts(event)
         if here == there:
             self._compared += 1
+            if event["event"] == "token":
+                self._cancel_as_a_listener()
             return
         keys = [key for key in {**here, **there} if here.get(key, ...) != there.get(key, ...)]
         self._differ(recorded, event, f"{recorded['event']} events differ in {', '.join(keys)}"
                      if recorded["event"] == event["event"] else
                      f"a {recorded['event']} event in the timeline, a {event['event']} event in the replay")
+
+    def _cancel_as_a_listener(self) -> None:
+        """Who heard of a token may have cancelled a request at once, in the middle of the step: it is done again here,
+        also where the caller did it after the step's last token, which comes to the same."""
+        event = self._next()
+        if event and event["event"] == "cancel":
+            with suppress(UnknownRequestError):  # a timeline that does not fit: the next act says so
+                self._engine.cancel(event["request"])
 
     def _what_counts(self, event: Event) -> Event:
         """The event as plain JSON, without what may differ."""

@@ -16,6 +16,7 @@ from types import FrameType
 from starter.audit import Audit
 from starter.engine import InferenceEngine
 from starter.errors import EngineError
+from starter.kv_cache import KVHandle
 from starter.metrics import Metrics
 from starter.scheduler import REFUSAL_LIMIT
 from starter.schema import SamplingParams, TokenEvent
@@ -551,6 +552,25 @@ class Failures(EngineCase):
                     errors = [event["error"] for event in engine.timeline if "error" in event]
                     self.assertEqual(len(errors), 1)
                     self.assertIn(error, errors[0])
+
+    def test_a_page_manager_that_reserves_too_little(self) -> None:
+        """Whoever lacks the page ends with a sentence that says so; the others do not notice."""
+        for short in FIVE:
+            engine = make_engine(**ROOMY)
+
+            def reserve(handle: KVHandle, count: int, right=engine.kv.reserve, short=short) -> None:
+                if handle.request_id != short:
+                    right(handle, count)
+
+            engine.kv.reserve = reserve  # type: ignore[method-assign]
+            self.submit(engine, FIVE)
+            engine.run()
+            events = engine.poll(short)
+            if len(FIVE[short].prompt) + FIVE[short].max_tokens - 1 <= 4 * -(-len(FIVE[short].prompt) // 4):
+                self.check_ask(events, short, FIVE[short], False)  # the pages of its prompt were enough
+            else:
+                self.assertRegex(str(events[-1].error), f"{short} is to compute position [48], and its [12] pages of 4")
+            self.check_outcomes(engine, {name: ask for name, ask in FIVE.items() if name != short})
 
     def test_pages_released_while_the_decoder_computes(self) -> None:
         for k in range(6):

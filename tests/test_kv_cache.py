@@ -7,6 +7,7 @@ import pickle
 import random
 import unittest
 from collections import Counter
+from dataclasses import replace
 from math import inf, nan
 
 from starter.cpu_backend import CpuKVStore
@@ -631,9 +632,30 @@ class StaleHandles(unittest.TestCase):
         self.assertNotEqual(kv.pages(handle)[1], before[1])
 
     def test_no_copy_is_a_handle(self) -> None:
-        handle = KVCacheManager(4, 4).allocate("r", 4)
-        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-            self.assertRaisesRegex(TypeError, "cannot be copied", copied, handle)
+        kv = KVCacheManager(4, 4, host_pages=4)
+        handle = kv.allocate("r", 4)
+        copies = (copy.copy(handle), copy.deepcopy(handle), replace(handle), replace(handle, request_id="s"),
+                  pickle.loads(pickle.dumps(handle)))
+        for twin in copies:
+            self.assertFalse(kv.owns(twin))
+            for use in (kv.length, kv.pages, kv.release, kv.swap_out, lambda h: kv.append(h, [1.0], [1.0]),
+                        lambda h: kv.reserve(h, 9), lambda h: kv.commit(h, 1), lambda h: kv.fork(h, "child")):
+                self.assertRaises(StaleHandleError, use, twin)
+            kv.check()
+        kv.release(handle)
+        self.assertEqual(kv.free_pages, 4)
+
+    def test_a_copied_manager_has_handles_of_its_own(self) -> None:
+        kv = KVCacheManager(4, 4)
+        handle = kv.allocate("r", 4)
+        kv2, handle2 = copy.deepcopy((kv, handle))
+        kv2.append(handle2, [1.0], [1.0])
+        self.assertEqual((kv.length(handle), kv2.length(handle2)), (0, 1))
+        self.assertRaises(StaleHandleError, kv.length, handle2)
+        kv2.release(handle2)
+        self.assertEqual((kv.free_pages, kv2.free_pages), (3, 4))
+        kv.check()
+        kv2.check()
 
 
 class PageBoundaries(unittest.TestCase):

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from scripts import fuzz
+from starter.audit import Audit
 from starter.engine import InferenceEngine
 from starter.errors import EngineError, RequestError, SchemaError
 from starter.faults import BackendFault, MemoryCut
@@ -19,7 +20,7 @@ from starter.loading import Loaded
 from starter.play import play
 from starter.replay import Outcome, Replay, load_recorded
 from starter.safetensors import write_safetensors
-from starter.schema import EngineSettings, SafetensorsWeights, load_scenario
+from starter.schema import EngineSettings, SafetensorsWeights, SamplingParams, load_scenario
 from starter.timeline import Event, VirtualClock, read_timeline
 from starter.weights import seeded_weights, weights_digest
 from tests.paths import FIXTURE, TIMELINE
@@ -64,6 +65,25 @@ class SameTest(ReplayCase):
                     seen += Counter(event["event"] + event.get("change", "") for event in events)
         self.assertTrue(all(seen[kind] for kind in (
             "fault", "fork", "cancel", "refuse", "pagesappend", "pagesevict", "pagesswap_in", "pagescopy")), seen)
+
+    def test_a_listener_that_cancels_in_the_middle_of_a_step(self) -> None:
+        """Whichever token it hears of: the audit agrees, and the same comes again."""
+        for samples, index in ((1, 0), (1, 2), (2, 0), (2, 2), (3, 1)):
+            for heard, cancelled in (("a", "a"), ("a", "b"), ("b", "a"), ("b", "b")):
+                with self.subTest(samples=samples, index=index, heard=heard, cancelled=cancelled):
+                    engine = make_engine(page_size=4, num_pages=32)
+                    for name in "abc":
+                        engine.submit([2, 3], 3, request_id=name, sampling=SamplingParams(n=samples, ignore_eos=True))
+
+                    def listener(event: Event, engine=engine, which=(heard, index), cancelled=cancelled) -> None:
+                        if event["event"] == "token" and (event["request"], event["index"]) == which:
+                            engine.cancel(cancelled)
+
+                    engine.timeline.listen(listener)
+                    engine.run()
+                    events = as_read(engine.timeline)
+                    self.assert_same(events)
+                    self.assertEqual(Audit.of(events).violations, [])
 
     def test_on_a_real_clock_the_times_do_not_count(self) -> None:
         engine = InferenceEngine(HEALTHY, EngineSettings(page_size=2, num_pages=9, budget_tokens=6, max_running=4))
