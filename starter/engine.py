@@ -2,7 +2,7 @@
 
     submit -> Request (checked once, at the door) -> scheduler
     step:     decision = scheduler.step(budget)          which tokens, for whom, why; pages reserved in the same call
-              batch    = Batch.of(pieces)                flat tokens, positions, slots
+              batch    = layout.batch(chunks)            flat tokens, positions, slots
               logits   = model.forward(batch, store)     only the rows that need a next token
               token    = sample(logits, generator)       the sample's own generator
               events  -> streams, timeline, metrics      finished requests have given their pages back
@@ -31,8 +31,7 @@ from typing import get_args
 from . import __version__
 from .answers import Answers
 from .backend import Backend
-from .batch import Batch, PlainPiece
-from .decisions import Chunks
+from .batch import Batch
 from .errors import (
     BackendError,
     EngineError,
@@ -42,7 +41,7 @@ from .errors import (
 )
 from .executor import Executor, Row
 from .faults import Fault, FaultInjector
-from .kv_cache import KVHandle
+from .layout import Layout
 from .loading import AS_IN_SCENARIO, Loaded, load_checkpoint_model, load_scenario_model
 from .logits import Choice
 from .metrics import Metrics
@@ -91,6 +90,7 @@ class InferenceEngine:
             self.settings.batching, self.settings.preemption,
             lambda sequence_id: self._requests.samples[sequence_id].tokens)
         self._answers = Answers(self._requests, self.scheduler, self._recorder)
+        self._layout = Layout(self._requests, self.scheduler, self.kv, self.settings.use_cache)
         self._executor = Executor(self.model, self.kv.store if self.settings.use_cache else None)
         self._recorder.header(engine=__version__, backend=self.model.backend.name,
                               settings=ENGINE_SHAPE.dump(self.settings), model=MODEL_SHAPE.dump(self.model.config),
@@ -425,54 +425,12 @@ class InferenceEngine:
         self._recorder.hold_back()
         try:
             decision = self.scheduler.step(budget_tokens)
-            samples, batch = self._lay_flat(decision.planned)
-            self._recorder.planned(decision, self._positions(batch), self.kv)
+            samples, batch = self._layout.batch(decision.planned)
+            self._recorder.planned(decision, self._layout.positions(batch), self.kv)
         finally:
             self._recorder.write_held_back()
         self._answers.end_failures()
         return decision, samples, batch
-
-    def _lay_flat(self, chunks: Chunks) -> tuple[list[Sample], Batch]:
-        """The samples that compute something, and what they compute."""
-        samples: list[Sample] = []
-        pieces = self._pieces(chunks, samples) if self.settings.use_cache else self._whole_pieces(chunks, samples)
-        return samples, Batch.of(pieces, self.kv.page_size)
-
-    def _pieces(self, chunks: Chunks, found: list[Sample]) -> Iterator[PlainPiece]:
-        """A piece for each chunk, its sample noted in ``found``. Tokens are copied: the computation holds no lock."""
-        samples, page_size = self._requests.samples, self.kv.page_size
-        for sequence_ids, starts, count, _ in chunks.runs:
-            for sequence_id, start, handle in zip(sequence_ids, starts, self.scheduler.handles(sequence_ids)):
-                end, pages = start + count, handle.pages
-                if end > len(pages) * page_size:
-                    self.scheduler.fail(sequence_id, self._no_room(handle, end))
-                    continue
-                sample_ = samples[sequence_id]
-                tokens = sample_.tokens
-                found.append(sample_)
-                yield tokens[start:end], start, pages, end == len(tokens)
-
-    def _no_room(self, handle: KVHandle, end: int) -> EngineError:
-        """Why a request's pages do not hold the positions before ``end``, which it is to compute."""
-        try:
-            pages = self.kv.resident_pages(handle)
-        except EngineError as error:  # they were taken away from outside
-            return error
-        return EngineError(f"{handle.request_id} is to compute position {end - 1}, and its {len(pages)} pages of "
-                           f"{self.kv.page_size} end before it: they were not reserved, or are not its own any more")
-
-    def _whole_pieces(self, chunks: Chunks, found: list[Sample]) -> Iterator[PlainPiece]:
-        """The same without a cache: all tokens, to be computed only when the next one is due."""
-        for sequence_id, start, count, _ in chunks:
-            sample_ = self._requests.samples[sequence_id]
-            found.append(sample_)
-            yield sample_.tokens[:], 0, (), start + count == len(sample_.tokens)
-
-    def _positions(self, batch: Batch) -> int:
-        """How many positions a planned step sends through the decoder."""
-        if self.settings.use_cache:
-            return len(batch.tokens)
-        return sum(len(piece.tokens) for piece in batch.pieces() if piece.wants_logits)
 
     # ------------------------------------------------------------------------------------------- events
 

@@ -380,7 +380,7 @@ class Failures(EngineCase):
             engine = make_engine(**TIGHT)
             self.submit(engine, FIVE)
             self.assertRaises(KeyboardInterrupt, self.interrupted_at, engine, k,
-                              ("engine.py", "answers.py", "executor.py"), "_on_pages")
+                              ("engine.py", "layout.py", "answers.py", "executor.py"), "_on_pages")
             ended = "interrupted"
             try:
                 engine.run()

@@ -8,8 +8,8 @@ from starter import cpu_backend
 from starter.answers import Answers
 from starter.batch import Batch, Piece
 from starter.cpu_backend import CpuBackend
-from starter.engine import InferenceEngine
 from starter.kv_cache import KVCacheManager
+from starter.layout import Layout
 from starter.logits import Choice
 from starter.model import Model
 from starter.scheduler import ContinuousBatchScheduler
@@ -37,13 +37,13 @@ def golden_tokens_hard_coded(patch):
 @mistake(2, "M2KVCache.test_work_grows_linearly", says="hidden recomputation")
 def hidden_recompute(patch):
     """Hidden recompute instead of a cache: positions computed grow quadratically."""
-    right = InferenceEngine._pieces
+    right = Layout._pieces
 
     def pieces(self, chunks, found):
         for tokens, start, pages, wants_logits in right(self, chunks, found):
             yield found[-1].tokens[:start + len(tokens)], 0, pages, wants_logits
 
-    patch(InferenceEngine, "_pieces", pieces)
+    patch(Layout, "_pieces", pieces)
 
 
 @mistake(3, "M1Reference.test_same_prompt_on_two_models", says="different weights")
