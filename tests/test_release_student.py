@@ -201,12 +201,16 @@ class ThroughTest(unittest.TestCase):
                 self.assertNotEqual(wrong, [])
 
     def test_everything_solved_is_this_project(self) -> None:
+        edits = json.loads(TABLE.read_text(encoding="utf-8"))["edits"]
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder, "student")
             release(out, 6)
             for path in sorted(out.glob("starter/*.py")):
-                if path.stem not in OWN_VERSION | {"backend"}:
-                    self.assertEqual(path.read_bytes(), (ROOT / "starter" / path.name).read_bytes(), path.name)
+                if path.stem not in OWN_VERSION:
+                    ours = (ROOT / "starter" / path.name).read_text(encoding="utf-8")
+                    for old, new in edits.get(f"starter/{path.name}", ()):
+                        ours = ours.replace(old, new)
+                    self.assertEqual(path.read_text(encoding="utf-8"), ours, path.name)
 
 
 class TableTest(unittest.TestCase):
