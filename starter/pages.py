@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
-from itertools import count, islice
+from itertools import islice
 
 from .errors import OutOfPagesError
 
@@ -27,7 +27,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._found: dict[tuple[Node, tuple[int, ...]], tuple[int, Node]] = {}
         self._keys: dict[int, tuple[Node, tuple[int, ...]]] = {}  # page -> its key in _found
-        self._nodes = count(1)
+        self._nodes = 0  # given out so far
 
     def root(self, salt: str | None) -> Node:
         """Where the chains of a salt begin; tagged, so that no salt equals another or none."""
@@ -42,7 +42,8 @@ class PrefixIndex:
         content's node."""
         key = (node, tuple(tokens))
         if key not in self._found:
-            self._found[key] = page, next(self._nodes)
+            self._nodes += 1
+            self._found[key] = page, self._nodes
             self._keys[page] = key
         return self._found[key][1]
 
