@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
@@ -177,7 +177,7 @@ class MetricsCollector:
     model_name: str = ""
     lives: dict[str, _Life] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)  # when each of them had its last token, but for those of
-    latest: Set[str] = frozenset()  # a step: they had theirs together, at
+    latest: list[str] = field(default_factory=list)  # a step: they had theirs together, at
     latest_time: float = 0.0
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     planned: Event | None = None  # the last step, counted already; it may be abandoned
@@ -260,9 +260,9 @@ class MetricsCollector:
         self.peak_pages = max(self.peak_pages, event["used_pages"])
 
     def _on_token(self, event: Event) -> None:
-        self.tokens({event["request"]}, event["time"])
+        self.tokens([event["request"]], event["time"])
 
-    def tokens(self, sequences: Set[str], time: float) -> None:
+    def tokens(self, sequences: list[str], time: float) -> None:
         """Each of these has a new token. Most steps only decode: the same have one as in the step before."""
         self.now = time
         self.counts["output_tokens"] += len(sequences)
@@ -276,7 +276,7 @@ class MetricsCollector:
 
     def _note_latest(self) -> None:
         self.last.update(dict.fromkeys(self.latest, self.latest_time))
-        self.latest = frozenset()
+        self.latest = []
 
     def _token(self, sequence: str, time: float) -> None:
         life, before = self.lives[sequence], self.last.get(sequence)

@@ -55,7 +55,7 @@ class Recorder:
         """Write ``tokens``, whose time is ``now``."""
         if self.tokens:
             tokens, self.tokens = self.tokens, {}
-            self._collector.tokens(tokens.keys(), self.now)
+            self._collector.tokens(list(tokens), self.now)
             self.timeline.tokens(tokens.values())
 
     def submitted(self, request: Request) -> None:
