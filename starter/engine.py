@@ -80,6 +80,7 @@ class InferenceEngine:
         self._stepping = RLock()  # held by whoever runs a step; never taken by a thread that holds _lock
         self._lock = RLock()  # held while state is read or changed
         self._news = Condition(self._lock)  # notified when there are new events
+        self._waiting = 0  # threads that wait for news
         self._requests = RequestTable(self.model.config, self.tokenizer, self.settings.seed)
         self._closed = False
         self._thread: Thread | None = None
@@ -169,11 +170,11 @@ class InferenceEngine:
         except BaseException as failure:  # told to whoever waits for news; there is nobody else to raise it to
             with self._lock:
                 self._failure = failure
-                self._news.notify_all()
+                self._notify()
 
     def _wait_for_work(self) -> bool:
         with self._lock:
-            self._news.wait_for(lambda: self._closed or not self.scheduler.idle)
+            self._wait_for(lambda: self._closed or not self.scheduler.idle)
             return not self._closed
 
     def close(self) -> None:
@@ -187,7 +188,7 @@ class InferenceEngine:
             if self._executor.faults:
                 self._executor.faults.end()
             self._closed = True
-            self._news.notify_all()
+            self._notify()
             thread, self._thread = self._thread, None
         if thread:
             thread.join()
@@ -218,14 +219,14 @@ class InferenceEngine:
                 self._recorder.submitted(request)
                 if max_tokens == 0:
                     self._answers.end_all(stream, "length")
-                self._news.notify_all()
+                self._notify()
             except RequestError as error:
                 self._recorder.event("refuse", request=str(request_id), error=str(error))
                 raise
             except BaseException as failure:  # Ctrl-C, say
                 if handed_over and not (max_tokens and self.timeline.recorded > told):  # else everybody knows of it
                     self._half_submitted(stream, failure)
-                self._news.notify_all()
+                self._notify()
                 raise
             return request_id
 
@@ -255,7 +256,7 @@ class InferenceEngine:
         while True:
             with self._lock:
                 if self._thread:
-                    self._news.wait_for(lambda: stream.events or stream.drained or self._failure)
+                    self._wait_for(lambda: stream.events or stream.drained or self._failure)
                 if stream.events:
                     return self._requests.take(stream)
                 if stream.drained:
@@ -268,7 +269,7 @@ class InferenceEngine:
                     self._stepping.release()
             else:  # another thread runs a step, whose end will be told; the timeout is for an end just missed
                 with self._lock:
-                    self._news.wait_for(lambda: stream.events or stream.drained, timeout=0.01)
+                    self._wait_for(lambda: stream.events or stream.drained, timeout=0.01)
 
     def _step_for(self, stream: RequestStream) -> None:
         """A step on behalf of a reader, unless another thread's step has brought news meanwhile."""
@@ -300,7 +301,7 @@ class InferenceEngine:
                 except BaseException as failure:  # half cancelled
                     self._interrupted(failure, halfway=True)
                     raise
-                self._news.notify_all()
+                self._notify()
 
     def run(self) -> int:
         """Step until no request is live; return the number of steps."""
@@ -388,7 +389,7 @@ class InferenceEngine:
                     choices, failures = self._choose(samples, batch, rows)
                     told = True
                     self._answers.settle(choices, failures)
-                    self._news.notify_all()
+                    self._notify()
             except BaseException as failure:  # Ctrl-C, say
                 self._interrupted(failure, told or (planning and not isinstance(failure, Exception)))
                 raise
@@ -412,7 +413,7 @@ class InferenceEngine:
         with self._lock:
             if halfway:
                 self._failure = failure
-                self._news.notify_all()
+                self._notify()
             else:
                 self.scheduler.abandon_step()
                 self._recorder.abandoned()
@@ -433,6 +434,19 @@ class InferenceEngine:
         return decision, samples, batch
 
     # ------------------------------------------------------------------------------------------- events
+
+    def _wait_for(self, news: Callable[[], object], timeout: float | None = None) -> None:
+        """Called with the lock held, which others can take meanwhile."""
+        self._waiting += 1
+        try:
+            self._news.wait_for(news, timeout)
+        finally:
+            self._waiting -= 1
+
+    def _notify(self) -> None:
+        """There are news, for whoever waits: mostly nobody, which is quickly seen."""
+        if self._waiting:
+            self._news.notify_all()
 
     def _on_pages(self, change: str, request_id: str, pages: tuple[int, ...]) -> None:
         """The page manager's observer."""

@@ -75,11 +75,11 @@ class Ours:
                for prompt in self.prompts]
         while any(chunk.phase == "prefill" for chunk in self.engine.step().chunks):
             pass
-        self._forward_seconds, served = 0.0, 0
+        self._forward_seconds = 0.0
         start = perf_counter()
-        for _ in range(self.tokens):
-            served += len(self.engine.step().planned)
+        decisions = [self.engine.step() for _ in range(self.tokens)]
         seconds = perf_counter() - start
+        served = sum(len(decision.planned) for decision in decisions)
         self._shares.append(1.0 - self._forward_seconds / seconds)
         for request_id in ids:
             self.engine.cancel(request_id)
