@@ -190,7 +190,7 @@ class HiddenQuantization(Hidden):
     @drawn("M5", "M5", quantized_engine, times=3)
     def test_engines(self, scenario):
         """V6: an engine with quantized weights gives the tokens that these say, which are not the float ones."""
-        from starter.model import reference_generate
+        from starter.reference import reference_generate
         how = scenario["quantization"]
         run, apart = self.make(scenario, quantization=in_format(how)), []
         for prompt in scenario["prompts"]:

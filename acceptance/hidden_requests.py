@@ -98,7 +98,7 @@ class HiddenRequests(Hidden):
     @drawn("X2", "M1", fixture_requests, times=2)
     def test_fixture_on_fresh_weights(self, scenario):
         """X2: the fixture's requests produce what other weights say, not the golden output again."""
-        from starter.weights import seeded_weights
+        from starter.base.weights import seeded_weights
         fixture = starter.load_scenario(ROOT / "fixtures" / "tiny_model.json")
         requests = sorted(fixture.requests, key=lambda request: len(request.prompt_tokens))[:6]
         oracle = Oracle(fixture.model, seeded_weights(fixture.model, scenario["weights_seed"]))

@@ -67,7 +67,7 @@ class M1Reference(Case):
         """X2: with fresh weights the fixture's requests produce what those weights say, not the golden output again."""
         scenario = starter.load_scenario(FIXTURE)
         seed = self.rng.randrange(2**31)
-        from starter.weights import seeded_weights
+        from starter.base.weights import seeded_weights
         oracle = Oracle(scenario.model, seeded_weights(scenario.model, seed))
         with starter.InferenceEngine.from_scenario(scenario, backend="cpu", weights_seed=seed,
                                                    use_cache=False) as engine:
@@ -81,7 +81,7 @@ class M1Reference(Case):
     @given
     def test_reference_equals_independent_decoder(self):
         """V6: reference_generate, the cache-less reference, equals a decoder written independently of it."""
-        from starter.model import reference_generate
+        from starter.reference import reference_generate
         for length in (1, 2, 9):
             run = Run(self)
             prompt = run.prompt(length)

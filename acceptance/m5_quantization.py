@@ -221,7 +221,7 @@ class M5Quantization(Case):
 
     def test_engine_computes_with_quantized_weights(self):
         """V6: an int8 or int4 engine gives the tokens that its quantized weights say, which are not the float ones."""
-        from starter.model import reference_generate
+        from starter.reference import reference_generate
         for quantization in ("int8", "int4", starter.QuantizationConfig(bits=4, group_size=8, symmetric=False)):
             run = Run(self, quantization=quantization)
             firsts, floats = [], []

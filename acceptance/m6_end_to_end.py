@@ -213,7 +213,7 @@ class M6EndToEnd(Case):
 
     def test_driver(self):
         """C4: the driver runs a scenario and exits with 0 if the output is golden, 1 if it differs, 2 on bad input."""
-        from starter.weights import seeded_weights
+        from starter.base.weights import seeded_weights
         document = tiny_document(self.rng, layers=1)
         model = tiny_scenario(Random(0), **document["model"]).model
         prompts = {f"r{i}": [self.rng.randrange(24) for _ in range(4 + i)] for i in range(3)}

@@ -80,7 +80,7 @@ class Run:
     @property
     def oracle(self):
         if self._oracle is None:
-            from starter.weights import seeded_weights
+            from starter.base.weights import seeded_weights
             self._oracle = Oracle(self.scenario.model, seeded_weights(self.scenario.model, self.weights_seed))
         return self._oracle
 

@@ -2,7 +2,7 @@
 
 It is deliberately different inside: rotary embedding as complex multiplication, exactly rounded sums (``fsum``), one
 token at a time with the keys and values of earlier tokens kept in plain lists. From ``starter`` it takes only the
-model's sizes (``ModelConfig``) and its weights, by the names that ``starter/weights.py`` documents.
+model's sizes (``ModelConfig``) and its weights, by the names that ``starter/base/weights.py`` documents.
 """
 
 from __future__ import annotations

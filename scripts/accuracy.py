@@ -30,17 +30,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.quatrains import SCENARIO
-from starter.backend import load_backend
-from starter.batch import Batch, Piece
-from starter.calibration import column_importance
-from starter.console import Console, check_writable, guarded, run_program
-from starter.cpu_backend import CpuKVStore, Rows
-from starter.int8_pages import encode_keys, encode_value
-from starter.loading import read_checkpoint, scenario_weights
+from starter.backend import Batch, Piece, ReferenceKVStore, Rows, load_backend
+from starter.backends.int8_pages import encode_keys, encode_value
+from starter.base.console import Console, check_writable, guarded, run_program
+from starter.base.model_config import ModelConfig, QuantizationConfig
+from starter.base.weights import Weights
+from starter.calibration.importance import column_importance
+from starter.checkpoints.load import read_checkpoint
+from starter.engine import scenario_weights
 from starter.model import Model
-from starter.model_config import ModelConfig, QuantizationConfig
 from starter.schema import load_scenario
-from starter.weights import Weights
 
 PAGE, SEEN = 16, 64  # tokens of a page; tokens that a mean and a fixed grid come from
 Format = Callable[[Rows], Rows]  # numbers of one head, token after token -> the same, rounded
@@ -104,7 +103,7 @@ PAGES = {  # keys, values
 }
 
 
-class RoundingStore(CpuKVStore):
+class RoundingStore(ReferenceKVStore):
     """Doubles, rounded by a format for keys and one for values as they are stored; a whole text at once."""
 
     def __init__(self, config: ModelConfig, tokens: int, keys: Format, values: Format) -> None:
@@ -171,7 +170,7 @@ class Measurement:
                 loss.append(surprise(row, target) - surprise(known, target))
         return Row(name, fsum(changes) / len(changes), max(changes), flips, len(loss), fsum(loss) / len(loss), agree)
 
-    def _logits(self, model: Model, text: Sequence[int], store: CpuKVStore | None = None) -> Rows:
+    def _logits(self, model: Model, text: Sequence[int], store: ReferenceKVStore | None = None) -> Rows:
         """After every token but the last."""
         batch = Batch.of([Piece(text[:-1], 0, (0,), wants_logits=False)], self.tokens)
         batch.logit_rows = list(range(len(text) - 1))

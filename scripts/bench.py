@@ -33,8 +33,8 @@ from scripts.benches.engines import SHAPES
 from scripts.benches.rounds import cores, machine, prepare
 from scripts.benches.tables import Table, document, picture, show
 from starter.backend import Backend, load_backend
-from starter.console import Console, check_writable, guarded, run_program
-from starter.decisions import counted
+from starter.base.console import Console, check_writable, guarded, run_program
+from starter.scheduler import counted
 
 ROUNDS = {"stdlib": 7, "ladder": 5, "peers": 5, "checkpoint": 3}  # each suite takes some minutes
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from starter.console import Console
+from starter.base.console import Console
 from starter.kv_cache import KVCacheManager
 from starter.scheduler import ContinuousBatchScheduler
 from starter.schema import Request

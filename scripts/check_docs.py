@@ -34,7 +34,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from starter.console import EXIT_BAD_INPUT, Console
+from starter.base.console import EXIT_BAD_INPUT, Console
 
 SAMPLE = re.compile(r"<!-- output of: (.+?) -->\s*```text\n(.*?)```", re.DOTALL)
 TABLE = re.compile(r"<!-- rows of: (.+?) -->\n\|.*\n\|[-: |]+\|\n((?:\|.*\n)+)")

@@ -49,7 +49,8 @@ def compile_kernels(arch, block, folder):
     """PTX and cubin of all kernels in ``folder``, with kernels.json beside them; returns what that says."""
     import warp as wp
 
-    from starter import warp_int8_kernels, warp_kernels
+    from starter.backends.cuda import int8_kernels as warp_int8_kernels
+    from starter.backends.cuda import kernels as warp_kernels
     folder.mkdir(parents=True, exist_ok=True)
     record = {"arch": f"sm_{arch}", "block": block, "warp": wp.config.version, "ptx_bytes": 0, "cubin_bytes": 0,
               "kernels": []}

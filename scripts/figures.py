@@ -18,11 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.benches.rounds import like_ours, quartiles, ratio
 from scripts.benches.tables import number
+from starter.base.strict_json import read_json
 from starter.errors import SchemaError
 from starter.metrics import Metrics, Summary
-from starter.report import build_model
-from starter.shapes import read_json
-from starter.timeline import Event, read_timeline
+from starter.observe.report import build_model
+from starter.observe.timeline_file import read_timeline
+from starter.timeline import Event
 
 Figures = Iterator[tuple[str, str]]
 

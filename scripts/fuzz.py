@@ -4,7 +4,7 @@
     python3 scripts/fuzz.py --first 1234 --seeds 1 --operations 100  replays seed 1234
 
 A seed draws the settings (pages of floats or of int8, budget, policy, batching, preemption, prefix sharing, host
-pages), faults (see ``starter/faults.py``), and operations: submit good and bad requests, step, cancel, read events, and
+pages), faults (see ``starter/workloads/faults.py``), and operations: submit good and bad requests, step, cancel, read events, and
 what an outside holder of pages may do. Every tenth seed runs the engine's own thread under several readers instead.
 After every operation the pages must be conserved; at the end every stream must hold what its request yields alone on a
 fresh engine (a prefix of it, if it was cancelled or hit), with one last event a sample, every page must be free and
@@ -27,19 +27,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from starter.backend import load_backend
-from starter.console import Console
-from starter.engine import InferenceEngine
+from starter.base.console import Console
+from starter.base.fault_kinds import AbnormalRelease, BackendFault, Fault, MemoryCut, NanLogits, RefusedPages
+from starter.base.tokenizer import CharacterTokenizer
+from starter.base.weights import seeded_weights
+from starter.engine import InferenceEngine, Loaded
 from starter.errors import EngineError, RequestError
-from starter.faults import AbnormalRelease, BackendFault, Fault, MemoryCut, NanLogits, RefusedPages
 from starter.kv_cache import KVCacheManager, KVHandle
-from starter.loading import Loaded
 from starter.model import Model
-from starter.policies import POLICIES
-from starter.requests import sample_id
-from starter.schema import CharacterVocabulary, EngineSettings, ModelConfig, SamplingParams, TokenEvent
+from starter.scheduler import POLICIES
+from starter.schema import CharacterVocabulary, EngineSettings, ModelConfig, SamplingParams, TokenEvent, sample_id
 from starter.timeline import Event, VirtualClock
-from starter.tokenizer import CharacterTokenizer
-from starter.weights import seeded_weights
 
 CONTEXT, LONGEST = 32, 24  # of the model; of a request, prompt and output together
 MANY_STEPS = 20_000  # more than any seed needs

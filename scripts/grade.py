@@ -41,7 +41,7 @@ from scripts.grading.form import FormError, OpenForm, checked
 from scripts.grading.grade import Grade, all_tests
 from scripts.grading.sandbox import Limits
 from scripts.release_student import release
-from starter.console import EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_OK, guarded, run_program
+from starter.base.console import EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_OK, guarded, run_program
 from starter.errors import RequestError
 
 

@@ -23,12 +23,13 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from starter.backend import load_backend
-from starter.batch import Batch, Piece
-from starter.console import Console
-from starter.engine import InferenceEngine
-from starter.model import Model, reference_generate
-from starter.play import play
+from starter.backend import Batch, Piece, load_backend
+from starter.base.console import Console
+from starter.base.tokenizer import CharacterTokenizer
+from starter.base.weights import seeded_weights, weights_digest
+from starter.engine import InferenceEngine, play
+from starter.model import Model
+from starter.reference import reference_generate
 from starter.schema import (
     SCENARIO_VERSION,
     CharacterVocabulary,
@@ -43,8 +44,6 @@ from starter.schema import (
     scenario_json_schema,
 )
 from starter.timeline import VirtualClock
-from starter.tokenizer import CharacterTokenizer
-from starter.weights import seeded_weights, weights_digest
 
 FIXTURE = ROOT / "fixtures" / "tiny_model.json"
 TIMELINE = ROOT / "fixtures" / "tiny_model.timeline.jsonl"

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from starter.base.weights import Tensor
 from starter.errors import BackendError
 from starter.schema import ModelConfig
-from starter.weights import Tensor
 
 Weights = Mapping[str, Tensor]
 

@@ -45,15 +45,14 @@ from scripts.quatrains import (
     surprises,
 )
 from starter.backend import Backend, load_backend
-from starter.calibration import column_importance
-from starter.console import EXIT_DIFFERS, EXIT_OK, Console, check_writable, guarded, run_program
-from starter.engine import InferenceEngine
+from starter.base.console import EXIT_DIFFERS, EXIT_OK, Console, check_writable, guarded, run_program
+from starter.base.tokenizer import CharacterTokenizer
+from starter.base.weights import Weights
+from starter.calibration.importance import column_importance
+from starter.engine import InferenceEngine, Loaded, scenario_weights
 from starter.errors import SchemaError
-from starter.loading import Loaded, scenario_weights
 from starter.model import Model
 from starter.schema import QuantizationConfig, SamplingParams, Scenario, load_scenario
-from starter.tokenizer import CharacterTokenizer
-from starter.weights import Weights
 
 POEM_TOKENS = 39  # at most: four lines of seven with their marks, and the end
 GREEDY = ("春眠不觉晓，", "白日依山尽，")  # beginnings that are continued greedily

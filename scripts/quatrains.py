@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from starter.batch import Batch, Piece
+from starter.backend import Batch, Piece
 from starter.model import Model
 from starter.schema import CharacterVocabulary
 

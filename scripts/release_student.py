@@ -58,10 +58,10 @@ def release(out: Path, through: int = 0) -> None:
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     open_work = open_functions(table, through)
     for module in given_modules(table["roots"]):
-        path = ROOT / "starter" / f"{module}.py"
+        path = source_of(module)
         source = path.read_text(encoding="utf-8")
-        mine = {name.partition(".")[2]: body for name, body in open_work.items() if name.partition(".")[0] == module}
-        write(out / "starter" / path.name, without_orphans(with_bodies(source, mine, module)) if mine else source)
+        mine = {function: body for name, body in open_work.items() for home, function in [apart(name)] if home == module}
+        write(out / path.relative_to(ROOT), without_orphans(with_bodies(source, mine, module)) if mine else source)
     for pattern in table["files"]:
         found = [path for path in sorted(ROOT.glob(pattern)) if path.is_file() and "__pycache__" not in path.parts]
         if not found:
@@ -86,7 +86,7 @@ def release(out: Path, through: int = 0) -> None:
 def open_functions(table: dict, through: int) -> dict[str, str]:
     """Body of each function that is still to be written: {"kv_cache.KVCacheManager.allocate": "raise ..."}."""
     solved = MILESTONES[:through]
-    bodies = {name: f'raise NotImplementedError("{milestone}: {name.partition(".")[2]} is still to be written")'
+    bodies = {name: f'raise NotImplementedError("{milestone}: {apart(name)[1]} is still to be written")'
               for milestone, names in table["stubs"].items() if milestone not in solved for name in names}
     source = MEANWHILE.read_text(encoding="utf-8")
     simple = dict(functions(ast.parse(source)))
@@ -98,28 +98,50 @@ def open_functions(table: dict, through: int) -> dict[str, str]:
     return bodies
 
 
+def source_of(module: str) -> Path:
+    """The file of a module of ``starter``, "kv_cache" or "base.weights"; of a package, its page."""
+    path = ROOT.joinpath("starter", *module.split(".")).with_suffix(".py")
+    return path if path.is_file() else path.with_suffix("") / "__init__.py"
+
+
+def apart(name: str) -> tuple[str, str]:
+    """"backends.int8_pages.encode_keys" -> its module, and the function's name within it."""
+    parts = name.split(".")
+    length = next((i for i in range(1, len(parts)) if ROOT.joinpath("starter", *parts[:i]).with_suffix(".py").is_file()),
+                  1)
+    return ".".join(parts[:length]), ".".join(parts[length:])
+
+
 def given_modules(roots: Iterable[str]) -> list[str]:
-    """The modules of ``starter`` that these and their imports consist of."""
+    """The modules of ``starter`` that these and their imports consist of, and the packages that they are in."""
     found: list[str] = []
     todo = list(roots)
     while todo:
         name = todo.pop()
-        path = ROOT / "starter" / f"{name}.py"
+        path = source_of(name)
         if name not in found and path.is_file():
             found.append(name)
-            todo += imported(path.read_text(encoding="utf-8"))
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            todo += imported(path.read_text(encoding="utf-8"), package)
+            todo += [package] if package else []
     return sorted(found)
 
 
-def imported(source: str) -> Iterator[str]:
-    """Modules of the package that a module imports, by any of the two ways in which that is written."""
+def imported(source: str, package: str = "") -> Iterator[str]:
+    """Modules of ``starter`` that a module of one of its packages ("" for the top level) imports."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
-            name = node.module or ""
-            if node.level == 1:
-                yield from [name.partition(".")[0]] if name else [alias.name for alias in node.names]
-            elif name.partition(".")[0] == "starter":
-                yield from [name.partition(".")[2]] if "." in name else [alias.name for alias in node.names]
+            names = [*(node.module or "").split(".")] if node.module else []
+            if node.level:
+                above = package.split(".") if package else []
+                names = above[:len(above) - (node.level - 1)] + names
+            elif names[:1] == ["starter"]:
+                names = names[1:]
+            else:
+                continue
+            if names:
+                yield ".".join(names)
+            yield from (".".join([*names, alias.name]) for alias in node.names)
 
 
 # ------------------------------------------------------------------------------------------------ the syntax tree
@@ -160,7 +182,7 @@ def with_bodies(source: str, bodies: dict[str, str], module: str) -> str:
     """The source with other bodies for some functions."""
     found = dict(functions(ast.parse(source)))
     if missing := bodies.keys() - found.keys():
-        raise ReleaseError(f"starter/{module}.py has no {', '.join(sorted(missing))}; correct {TABLE.name}")
+        raise ReleaseError(f"{source_of(module).relative_to(ROOT).as_posix()} has no {', '.join(sorted(missing))}; correct {TABLE.name}")
     lines = source.splitlines()
     for name in sorted(bodies, key=lambda name: found[name].lineno, reverse=True):
         first, last = body_lines(source, found[name])
@@ -224,7 +246,7 @@ def check() -> int:
 def check_commands(out: Path) -> list[str]:
     """C1, C3 and C4 on a released project: which of them fail, and how."""
     problems = []
-    sources = [str(path.relative_to(out)) for path in sorted(out.glob("starter/*.py"))]
+    sources = [str(path.relative_to(out)) for path in sorted(out.glob("starter/**/*.py"))]
     for name, command in (("C1", ["scripts/verify_scaffold.py"]), ("C3", ["-m", "py_compile", *sources]),
                           ("C4", ["starter/driver.py", "--fixture", "fixtures/tiny_model.json"])):
         done = run(out, *command)

@@ -34,7 +34,7 @@ from scripts.benches.rounds import quartiles
 from scripts.benches.tables import chart as spread_chart
 from scripts.charts import bars, lines
 from scripts.figures import Source, read_source
-from starter.console import EXIT_DIFFERS, EXIT_OK, Console, guarded, run_program
+from starter.base.console import EXIT_DIFFERS, EXIT_OK, Console, guarded, run_program
 from starter.errors import SchemaError
 from starter.schema import EngineSettings
 

@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from starter.console import Console
+from starter.base.console import Console
 
 NOTEBOOKS = (ROOT / "notebooks" / "tour.ipynb", ROOT / "notebooks" / "break_it.ipynb")
 METADATA = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

@@ -3,7 +3,7 @@
     pip install '.[browser]'          and Chromium with its driver (Debian: apt-get install chromium chromium-driver)
     python3 scripts/screenshot_report.py [--output docs/report.png]
 
-``Browser`` is also what tests/test_report_browser.py looks through.
+``Browser`` is also what tests/observe/test_report_browser.py looks through.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from starter.console import Console
-from starter.engine import InferenceEngine
-from starter.play import play
-from starter.report import write_report
+from starter.base.console import Console
+from starter.engine import InferenceEngine, play
+from starter.observe.report import write_report
 from starter.schema import load_scenario
 from starter.timeline import VirtualClock
 

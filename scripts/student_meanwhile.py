@@ -53,7 +53,7 @@ class kv_cache:
             return
 
 
-class executor:
+class engine:
     class Executor:
         def run(self, samples, batch):
             # M6: for now a failure ends every request of the step. Replace this: only those at fault may end.
@@ -68,7 +68,7 @@ class executor:
 class driver:
     def main(arguments=None):
         # While something is missing, say what, and be content with what is there.
-        from starter.console import to_be_written
+        from starter.base.console import to_be_written
         options = _parser().parse_args(arguments)
 
         def _try():

@@ -45,8 +45,10 @@ from scripts.quatrains import (
     poem_tokens,
     split,
 )
-from starter.console import Console
-from starter.safetensors import read_safetensors, write_safetensors
+from starter.base.console import Console
+from starter.base.tokenizer import CharacterTokenizer
+from starter.base.weights import Tensor, tensor_shapes, weights_digest
+from starter.checkpoints.safetensors import read_safetensors, write_safetensors
 from starter.schema import (
     SCENARIO_VERSION,
     CharacterVocabulary,
@@ -58,8 +60,6 @@ from starter.schema import (
     SamplingParams,
     Scenario,
 )
-from starter.tokenizer import CharacterTokenizer
-from starter.weights import Tensor, tensor_shapes, weights_digest
 
 WEIGHTS = SCENARIO.with_suffix(".safetensors")
 LOG = SCENARIO.with_suffix(".log")
@@ -264,7 +264,7 @@ def scenario(weights: Parameters, vocabulary: CharacterVocabulary) -> Scenario:
                for request in requests if request.sampling.temperature == 0.0}
     golden = Golden({name: tokens for name, (tokens, _) in goldens.items()},
                     round(min(margin for _, margin in goldens.values()), 6),
-                    made_by="scripts/train_quatrains.py in PyTorch, float64; tests/test_quatrains.py asks transformers")
+                    made_by="scripts/train_quatrains.py in PyTorch, float64; tests/tools/test_quatrains.py asks transformers")
     return Scenario(
         SCENARIO_VERSION, "quatrains", MODEL,
         SafetensorsWeights(WEIGHTS.name, weights_digest(read_safetensors(WEIGHTS))), vocabulary, tuple(requests),

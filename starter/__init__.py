@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .errors import CapacityError as CapacityError
     from .errors import DuplicateRequestError as DuplicateRequestError
     from .errors import EngineError as EngineError
+    from .errors import MissingWingError as MissingWingError
     from .errors import OutOfPagesError as OutOfPagesError
     from .errors import PoolTooSmallError as PoolTooSmallError
     from .errors import QuantizationError as QuantizationError
@@ -54,7 +55,7 @@ __version__ = "0.5.0"
 _HOME = {
     "errors": "EngineError SchemaError RequestError DuplicateRequestError CapacityError QueueFullError "
               "PoolTooSmallError UnknownRequestError "
-              "OutOfPagesError StaleHandleError QuantizationError BackendError",
+              "OutOfPagesError StaleHandleError QuantizationError BackendError MissingWingError",
     "schema": "QuantizationConfig Request SamplingParams Scenario TokenEvent load_scenario",
     "backend": "load_backend",
     "kv_cache": "KVCacheManager KVHandle",

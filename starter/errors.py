@@ -16,6 +16,7 @@ of this package still catches a ``SchemaError`` as a ``ValueError``.
     +-- StaleHandleError                a handle that was released, or that another manager gave out
     +-- QuantizationError (ValueError)  an unsupported format, or data that contradict their metadata
     +-- BackendError                    a backend is missing or failed
+    |   +-- MissingWingError            a part of the project that was taken off, such as a backend or a file reader
 """
 
 from __future__ import annotations
@@ -77,3 +78,7 @@ class QuantizationError(EngineError, ValueError):
 
 class BackendError(EngineError):
     """A backend that does not exist, is not installed, or failed while computing."""
+
+
+class MissingWingError(BackendError):
+    """What was asked for is in a package that this copy of the project does not have."""

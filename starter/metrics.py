@@ -14,7 +14,7 @@ recompute it: ``Metrics.of(read_timeline("run.jsonl")) == engine.metrics()``.
     steps                    those completed: what an abandoned one was to compute is not in any of the above
     prefix cache             queries: prompt tokens that were looked up, at a first admission; hits: those found
 
-``to_prometheus`` writes what vLLM's servers export, under vLLM's names (``prometheus.py``).
+``observe/prometheus.py`` writes what vLLM's servers export, under vLLM's names.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import ceil
 from typing import Any
 
-from .decisions import Chunks
+from .base.wings import picture
 from .errors import SchemaError
-from .prometheus import Family, Histogram, exposition
+from .scheduler import Chunks
 from .timeline import FINISH_REASONS, Event
 
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -62,6 +63,25 @@ class Summary:
         ordered = sorted(samples)
         p50, p90, p99 = (ordered[max(0, ceil(len(ordered) * share) - 1)] for share in (0.5, 0.9, 0.99))
         return cls(len(ordered), sum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Samples by size: ``counts[i]`` of them are at most ``bounds[i]``, the last of which is infinite (None)."""
+
+    bounds: tuple[float | None, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+    @classmethod
+    def of(cls, bounds: Sequence[float], numbers: Sequence[int], total: float) -> Histogram:
+        """``numbers`` of samples between the bounds, below the first and above the last; and their sum."""
+        return cls((*bounds, None), tuple(accumulate(numbers)), total)
+
+    @property
+    def count(self) -> int:
+        """Samples."""
+        return self.counts[-1]
 
 
 @dataclass(frozen=True)
@@ -116,9 +136,8 @@ class Metrics:
         return (f"<Metrics: {self.submitted} requests, {self.steps} steps, {self.output_tokens} tokens, "
                 f"TTFT {self.ttft.p50} s, TPOT {self.tpot.p50} s (medians)>")
 
-    def _repr_html_(self) -> str:
-        from .notebook import metrics_table
-        return metrics_table(self)
+    def _repr_html_(self) -> str | None:
+        return picture("metrics_table", self)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for ``json.dumps``."""
@@ -127,31 +146,6 @@ class Metrics:
     def to_json(self) -> str:
         """One JSON document."""
         return json.dumps(self.to_dict(), allow_nan=False)
-
-    def to_prometheus(self, prefix: str = "vllm:") -> str:
-        """The text that a Prometheus server scrapes, with vLLM's names and meanings: a dashboard made for vLLM shows
-        this engine. vLLM calls a cancelled request aborted."""
-        shown = self.histograms
-        success = {reason.replace("cancelled", "abort"): number for reason, number in self.finished.items()}
-        return exposition(prefix, {"model_name": self.model_name}, (
-            Family("num_requests_running", "gauge", "Requests that run.", self.running),
-            Family("num_requests_waiting", "gauge", "Requests that wait.", self.waiting),
-            Family("kv_cache_usage_perc", "gauge", "KV pages in use; 1 means all of them.", self.kv_usage),
-            Family("num_preemptions_total", "counter", "Preemptions.", self.preemptions),
-            Family("prompt_tokens_total", "counter", "Tokens of prompts that were processed.", self.prefilled_tokens),
-            Family("generation_tokens_total", "counter", "Tokens that were generated.", self.output_tokens),
-            Family("prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache.",
-                   self.queried_tokens),
-            Family("prefix_cache_hits_total", "counter", "Prompt tokens found there.", self.found_tokens),
-            Family("request_success_total", "counter", "Requests that ended.", success, "finished_reason"),
-            Family("time_to_first_token_seconds", "histogram", "From arrival to the first token.", shown["ttft"]),
-            Family("inter_token_latency_seconds", "histogram", "Between two tokens of a request.", shown["itl"]),
-            Family("time_per_output_token_seconds", "histogram", "The same, under its name before vLLM 0.11.",
-                   shown["itl"]),
-            Family("request_time_per_output_token_seconds", "histogram", "The mean of it over a request.",
-                   shown["tpot"]),
-            Family("e2e_request_latency_seconds", "histogram", "From arrival to the end.", shown["e2e"]),
-            Family("request_queue_time_seconds", "histogram", "From arrival to the first admission.", shown["queue"])))
 
 
 @dataclass(slots=True)

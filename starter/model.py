@@ -1,7 +1,7 @@
 """M1 · The decoder, written once over a backend's operations, with keys and values in pages.
 
 ``reference.py`` is the same network without a cache; read that first. Here the hidden state x holds one row for
-each token of a *batch* (``batch.py``), and attention reads earlier positions from the pages of each row's request.
+each token of a *batch* (``backend.py``), and attention reads earlier positions from the pages of each row's request.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from math import hypot, sqrt
 from operator import add, mul
 from typing import Any
 
-from .backend import Backend, KVBounds, KVStore, Matrix, Vector
-from .batch import Batch, Piece
+from .backend import Backend, Batch, KVBounds, Matrix, Piece, Vector
+from .base.weights import StoredWeights, Tensor, check_weights
+from .kv_cache import KVStore
 from .quantization import QuantizedTensor, stacked_codes
 from .reference import reference_generate as reference_generate
 from .schema import ModelConfig, QuantizationConfig
-from .weights import StoredWeights, Tensor, check_weights
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Model:
     """A decoder with its weights on a backend. ``quantization`` applies to every matrix; norm gains stay float. A
     matrix that comes quantized already keeps its codes.
 
-    ``importance`` says for a tensor how much each column counts in choosing its grids (``calibration.py`` measures it);
+    ``importance`` says for a tensor how much each column counts in choosing its grids (``calibration/importance.py`` measures it);
     the tensors of one stack share their input, so the first one's counts for all.
     """
 

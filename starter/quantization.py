@@ -16,7 +16,7 @@ and each of its numbers is replaced by the nearest point's integer, its *code*:
     asymmetric int8      0 .. 255      (high - low) / 255    -round(low / scale)
     asymmetric int4      0 .. 15       (high - low) / 15     -round(low / scale)
 
-These are the scales of method "nearest"; "search" looks for better ones close by (``grids.py``).
+These are the scales of method "nearest"; "search" looks for better ones close by (``quantization.py``).
 
 The zero point is an integer of any size, never clamped into the range of the codes: a group far from zero (weights
 around 1e6 that differ by 1e-3) keeps its fine grid. -128 and -8 stay unused, so that -code is always a code.
@@ -27,7 +27,7 @@ the last high nibble of an odd row is 0. Symmetric codes are two's complement, a
 Scales are float32 and zero points int16, so int8 in groups of 32 takes 9 bits a number (9.5 asymmetric), int4 takes
 5 (5.5), not float32's 32. A tensor with a group too large, too small or too far from zero for these stores all its
 scales as float64 and all its zero points as int64. Grids from elsewhere need not have a point at 0: their zero points
-are float32 between the integers (llama.cpp's Q4_1, ``gguf_blocks.py``), and nothing else changes.
+are float32 between the integers (llama.cpp's Q4_1, ``checkpoints/gguf_blocks.py``), and nothing else changes.
 
     q = quantize([[0.5, -1.0, 2.0]], QuantizationConfig(bits=4, group_size=2))
     dequantize(q)                 # every number within half a step of its group; ``quantize`` states the bound
@@ -42,15 +42,134 @@ import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from math import fsum, inf, isfinite, sqrt
 from numbers import Real
 from operator import mul
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
+from .base.strict_json import Boolean, Choice, Integer, ListOf, Nullable, Number, Shape, Text, describe
+from .base.wings import picture, wing
 from .errors import QuantizationError, SchemaError
-from .grids import ZERO_POINT_FORMAT, choose_grids, lowest_code
 from .schema import QuantizationConfig
-from .shapes import Boolean, Choice, Integer, ListOf, Nullable, Number, Shape, Text, describe
+
+# ---------------------------------------------------------------------------------------------------------------- grids
+
+#: M5 · Choosing a group's grid: from the smallest number to the largest, or the one with the least squared error.
+#:
+#:     Grid(scale=0.5, first=-2, last=2):     -1.0    -0.5     0.0     0.5     1.0
+#:                                              |       |       |       |       |
+#:     numbers of the group                      x          x x   x       x           x
+#:                                                                                 clipped to 1.0
+#:
+#: ``nearest`` lets the grid end at the group's smallest and largest number: no number is clipped, but one outlier makes
+#: all steps wide. ``search`` narrows and widens the grid a little, tries where to cut, and keeps what has the least
+#: squared error, a sum over the columns weighted by their *importance* where it is given:
+#:
+#:     error(grid)  =  sum over the group of  importance[c] * (x - nearest grid point)**2
+#:
+#: With importance[c] the mean square of what the column is multiplied with (``calibration/importance.py``) this is the expected
+#: squared error of the layer's output, where the products of two columns' inputs average to 0.
+#:
+#: Sources, and what was taken: Frantar et al. 2022, "GPTQ" (the error that counts is the output's: the squared error under
+#: the Hessian 2 X X^T of the inputs; taken: its diagonal, not the compensation between columns). Lin et al. 2023, "AWQ"
+#: (the columns with large activations matter most, and a small grid search finds a good trade; taken: both, but as
+#: weights of the error, not by scaling the columns). Dettmers et al. 2022, "LLM.int8()" (a few input features are
+#: outliers: why one column may count hundreds of times as much as another). llama.cpp's ``make_qx_quants`` refines
+#: the scale of given codes by least squares; so does ``_refined`` here.
+
+
+Numbers = Sequence[float]
+
+_SMALLEST = sys.float_info.min * sys.float_info.epsilon  # the smallest double above 0
+_FLOAT32_NORMAL = (2.0**-126, 2.0**127)  # where float32 keeps its 24 bits; the upper end leaves room to round up
+INT16 = range(-(2**15), 2**15)
+ZERO_POINT_FORMAT = {"f": "h", "d": "q"}  # float32 scales with int16 zero points, float64 with int64
+
+
+class Grid(NamedTuple):
+    """The points scale * first, scale * (first + 1), ..., scale * last."""
+
+    scale: float
+    first: int
+    last: int
+
+    def nearest(self, group: Numbers) -> list[int]:
+        """For each number the i whose point scale * i is nearest."""
+        scale, first, last = self
+        points = [round(x / scale) for x in group]
+        if min(points) < first or max(points) > last:
+            points = [first if i < first else last if i > last else i for i in points]
+        return points
+
+    def error(self, group: Numbers, importance: Numbers) -> float:
+        """Sum of importance * (number - its nearest point)**2."""
+        misses = [x - self.scale * i for x, i in zip(group, self.nearest(group))]
+        return fsum(map(mul, importance, map(mul, misses, misses)))
+
+
+def choose_grids(groups: Sequence[Numbers], config: QuantizationConfig,
+                 importance: Sequence[Numbers]) -> tuple[str, list[Grid]]:
+    """The grid of each group, and the format of the scales: "f" (float32), or "d" if any needs a float64.
+
+    ``importance``: the weights of the first group's numbers, the second's, ...; they repeat with each row. Only a
+    "search" looks at them, and only at their ratios. A tensor so wide or so far from zero that it needs float64 is
+    not searched. O(numbers); a search takes 7 to 10 times as long as none.
+    """
+    number_format, grids = _full_range_grids(groups, config)
+    if config.method == "nearest" or number_format == "d":
+        return number_format, grids
+    search = wing("calibration.grid_search", "quantization method 'search'").search
+    return "f", [search(group, grid, weights, config.symmetric)
+                 for group, grid, weights in zip(groups, grids, cycle(importance))]
+
+
+def lowest_code(config: QuantizationConfig) -> int:
+    """The code of a grid's first point."""
+    return 1 - 2 ** (config.bits - 1) if config.symmetric else 0
+
+
+# ---------------------------------------------------------------------------- from the smallest to the largest
+
+
+def _full_range_grids(groups: Sequence[Numbers], config: QuantizationConfig) -> tuple[str, list[Grid]]:
+    """Scales in float32 and zero points in int16 where all fit, else in float64 and int64.
+
+    int64 always suffices: two different doubles are at least 2**-53 of the larger apart, so |low / scale| < 2**62.
+    """
+    lows, highs = list(map(min, groups)), list(map(max, groups))
+    steps = 2**config.bits - 1 - config.symmetric  # from the lowest code to the highest
+    if config.symmetric:
+        highs = [max(-low, high) for low, high in zip(lows, highs)]
+        lows = [-high for high in highs]
+    exact = [_scale(low, high, steps) for low, high in zip(lows, highs)]
+    candidates = [array("d", exact)]
+    if _FLOAT32_NORMAL[0] <= min(exact) and max(exact) <= _FLOAT32_NORMAL[1]:
+        candidates.insert(0, _round_up_to_float32(exact))
+    for scales in candidates:
+        firsts = ([-steps // 2] * len(scales) if config.symmetric else
+                  [round(low / scale) for low, scale in zip(lows, scales)])
+        if scales.typecode == "d" or (-max(firsts) in INT16 and -min(firsts) in INT16):
+            break
+    return scales.typecode, [Grid(scale, first, first + steps) for scale, first in zip(scales, firsts)]
+
+
+def _scale(low: float, high: float, steps: int) -> float:
+    """The spacing that takes ``steps`` steps from low to high."""
+    if low == high:
+        return abs(low) or 1.0  # one grid point is enough: code - zero_point is 1, -1, or 0 for zeros
+    width = high - low
+    scale = width / steps if width < inf else high / steps - low / steps
+    return scale + _SMALLEST  # rounds a subnormal quotient up, so that it is not 0 nor much too small; else no change
+
+
+def _round_up_to_float32(values: Numbers) -> array[float]:
+    """Nearest float32 that is not smaller. Adding 2**-23 of a value moves it past its upper float32 neighbour."""
+    nearest = array("f", values)
+    return array("f", [v if near >= v else v * (1 + 2**-23) for near, v in zip(nearest, values)])
+
+
+# ---------------------------------------------------------------------------------------------------------------- codes
 
 __all__ = ["ErrorStats", "QuantizationConfig", "QuantizedTensor", "dequantize", "matvec", "quantize"]
 
@@ -133,9 +252,8 @@ class QuantizedTensor:
                 f"{'' if self.symmetric else 'a'}symmetric; {self.nbytes} bytes, "
                 f"{self.nbytes / (4 * rows * columns):.2f} of float32>")
 
-    def _repr_html_(self) -> str:
-        from .notebook import tensor_card
-        return tensor_card(self)
+    def _repr_html_(self) -> str | None:
+        return picture("tensor_card", self)
 
     @property
     def row_bytes(self) -> int:
@@ -252,7 +370,7 @@ def quantize(rows: Sequence[Sequence[float]], config: QuantizationConfig,
     relative) in x / scale or low / scale, in a float64 scale, in code - zero_point and in the product, in all at most
     7 * 2**-53 of the largest number. A constant group is one grid point: exact up to the rounding of its scale.
 
-    Method "search" (``grids.py``) promises something else: in no group is sum(importance * error**2) larger than by
+    Method "search" (``quantization.py``) promises something else: in no group is sum(importance * error**2) larger than by
     method "nearest". The bound above then holds for numbers within the grid, while those beyond an end of it become
     that end. 0 stays 0 with both. ``importance``: a number from 0 for each column; None: all alike.
     """

@@ -16,19 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import cos, exp, sin, sqrt
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .schema import ModelConfig
-
-if TYPE_CHECKING:
-    from .model import Model
 
 Vector = list[float]
 Matrix = list[list[float]]
 Parameters = Mapping[str, Matrix]  # by checkpoint name (``weights.tensor_shapes``); a norm's gain is a one-row matrix
 
 
-def reference_generate(model: Model, prompt_tokens: Sequence[int], max_tokens: int) -> list[int]:
+class HasParameters(Protocol):
+    """A model, as far as the oracle asks: its sizes, and its weights as plain floats."""
+
+    config: ModelConfig
+
+    def parameters(self) -> Parameters:
+        """All weights by checkpoint name."""
+
+
+def reference_generate(model: HasParameters, prompt_tokens: Sequence[int], max_tokens: int) -> list[int]:
     """Greedy continuation of at most max_tokens, ended by an end-of-sequence token (which is included).
 
     O((prompt + max_tokens)^2) decoder passes over one token each.
@@ -109,7 +115,7 @@ def attention(config: ModelConfig, query: Vector, keys: list[Vector], values: li
 
 
 def rotary(config: ModelConfig, x: Vector, position: int) -> Vector:
-    """Turn each pair (2i, 2i + 1) of each head by position * theta ** (-2i / head_width), or slower (``rotary.py``)."""
+    """Turn each pair (2i, 2i + 1) of each head by position * theta ** (-2i / head_width), or slower (``base/rope.py``)."""
     frequencies, turned = config.rope_frequencies, []
     for i in range(0, len(x), 2):
         angle = position * frequencies[i % config.head_width // 2]

@@ -18,16 +18,106 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from heapq import nsmallest
 from itertools import accumulate, repeat
 from math import exp, inf, isnan, log
 from operator import sub
+from typing import Any, NamedTuple, overload
 
 from .errors import BackendError
-from .logits import Choice, Logits
 from .schema import SamplingParams
 
+# ------------------------------------------------------------------------------------------------------ a row of logits
+
+#: M3 · A row of logits whose likeliest token is known already.
+#:
+#: A backend that computes on arrays finds the likeliest token of every row of a batch at once. Greedy sampling needs
+#: nothing else, so the numbers themselves become Python floats only where somebody asks for them.
+
+
+class Choice(NamedTuple):
+    """A token, the logarithm of its probability by the model alone (temperature 1, nothing adjusted), and the
+    likeliest tokens with theirs, as many as were asked for; the chosen token is always among them."""
+
+    token: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class Logits(Sequence[float]):
+    """``greedy`` is the likeliest token, of equals the lowest number. ``row`` is the backend's own, with ``tolist``."""
+
+    __slots__ = ("_row", "greedy")
+
+    def __init__(self, greedy: Choice, row: Any) -> None:
+        self.greedy, self._row = greedy, row
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._row.tolist())
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[float]: ...
+
+    def __getitem__(self, index: int | slice) -> float | list[float]:
+        found: float | list[float] = self._row[index].tolist()
+        return found
+
+
+# ------------------------------------------------------------------------------------------------------ where text ends
+
+#: M3 · Stop strings in streamed text: nothing of a stop string is ever shown, nothing else is ever lost.
+#:
+#:     stop "CDE"      pushed   "A"   "BC"   "D"   "E"           pushed   "BC"   "D"   "X"
+#:                     shown    "A"   "B"    ""    "" stopped    shown    "B"    ""    "CDX"
+#:
+#: Text that may be the beginning of a stop string is held back until that is decided. When several stop strings could
+#: match, the one that is complete first counts (of those, the one that began first), so that the result does not depend
+#: on how the text was cut into tokens.
+
+
+class StopStrings:
+    """Watches a text for stop strings. A push costs at most O(S * (S + pushed text)), S being their total length."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """More text -> what may be shown now, and whether a stop string was completed."""
+        if not self._stops:
+            return text, False
+        text = self._held + text
+        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            self._held = ""
+            return text[:min(ends)[1]], True
+        keep = max((self._overlap(text, stop) for stop in self._stops), default=0)
+        shown, self._held = text[:len(text) - keep], text[len(text) - keep:]
+        return shown, False
+
+    def finish(self) -> str:
+        """The text has ended by itself: what was held back is no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Length of the longest end of the text that is a proper beginning of the stop string."""
+        longest = min(len(text), len(stop) - 1)
+        return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+# ----------------------------------------------------------------------------------------------- from logits to a token
 
 class Draws:
     """The random numbers of one sample. They depend on the request's seed, or on the engine's seed and the request's
@@ -50,7 +140,7 @@ class Draws:
         self._next = None
 
 
-def sample(logits: Sequence[float], params: SamplingParams, draws: Draws, prompt: Sequence[int] = (),
+def choose_token(logits: Sequence[float], params: SamplingParams, draws: Draws, prompt: Sequence[int] = (),
            generated: Sequence[int] = (), end_tokens: Collection[int] = ()) -> Choice:
     """Pick the token after ``prompt`` and ``generated``. O(V), O(V log V) if filtered.
 

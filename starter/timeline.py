@@ -11,7 +11,7 @@ engine's clock, seconds). What begins with ``>`` comes from outside, and a repla
                cache_salt. Its time is its arrival
     > refuse   request, error: a submit that was refused and changed nothing
     > cancel   request
-    > inject   faults, as in a scenario: from now on they may happen (see ``faults.py``)
+    > inject   faults, as in a scenario: from now on they may happen (see ``workloads/faults.py``)
     > lift     the memory cuts that last are ended before their time
       fault    kind, fault (its fields): one of them happened
       step     the schedule: budget, computed (positions that go through the decoder), chunks [[request, start, count,
@@ -46,24 +46,24 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
+from .base.wings import picture
 from .errors import SchemaError
-from .requests import TokenEvent, TokenFields
+from .kv_cache import KVCacheManager
+from .scheduler import ScheduleDecision
 from .schema import (
-    ENGINE_SHAPE,
-    FAULT_SHAPE,
-    MAX_PAGES,
-    MODEL_SHAPE,
-    QUANTIZATION_SHAPE,
-    TOKENIZER_SHAPE,
-    WEIGHTS_SHAPE,
+    REQUEST_SHAPE,
+    Request,
+    TokenEvent,
+    TokenFields,
 )
-from .shapes import Choice, Integer, ListOf, MapOf, Nullable, Number, Text, describe, parse_json, pointer
+
+# --------------------------------------------------------------------------------------------------------------- events
 
 TIMELINE_VERSION = 2
 KEPT_EVENTS = 100_000
@@ -110,9 +110,8 @@ class Timeline:
     def __repr__(self) -> str:
         return f"<Timeline: {self.recorded} events, {len(self._events)} kept>"
 
-    def _repr_html_(self) -> str:
-        from .notebook import gantt
-        return gantt(self)
+    def _repr_html_(self) -> str | None:
+        return picture("gantt", self)
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -217,111 +216,108 @@ def _open_to_write(path: str | Path) -> TextIO:
         raise SchemaError(f"cannot write the timeline {path}: {error}") from None
 
 
-def read_timeline(path: str | Path) -> list[Event]:
-    """Timeline file -> events, each with all that the module's docstring promises of its kind, and of the right type;
-    kinds and keys that it does not name are left alone. SchemaError names the line of the first damage."""
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except (OSError, ValueError) as error:
-        raise SchemaError(f"cannot read the timeline {path}: {error}") from None
-    events = [_read_event(f"{path}, line {number}", line)
-              for number, line in enumerate(lines, start=1) if line or number < len(lines)]
-    if not events or events[0]["event"] != "header":
-        raise SchemaError(f"{path} does not begin with a header event: not a timeline")
-    if any(event["event"] == "header" for event in events[1:]):
-        raise SchemaError(f"{path} has more than one header: these are several timelines")
-    return events
+# --------------------------------------------------------------------------------------------------------- the recorder
+
+#: M6 · The engine's pen: it turns what happens into timeline events, and the timeline into metrics.
+#:
+#: While a step is being planned, the page manager and the faults already tell what they do; that is written after the
+#: step's own event, so that a timeline reads in the order of cause and effect. A step's tokens have one time and are
+#: written together, as far as nothing else happens between them. Everything else is written at once.
 
 
-def _read_event(place: str, line: bytes) -> Event:
-    try:
-        event = parse_json(line.decode("utf-8"))
-        if not isinstance(event, dict):
-            raise SchemaError("an event is an object")
-        _check_keys(event, _COMMON)
-        if event["event"] == "header" and event.get("version") != TIMELINE_VERSION:
-            raise SchemaError(f"version {event.get('version')!r}; this reader knows {TIMELINE_VERSION}", "/version")
-        _check_keys(event, _KEYS.get(event["event"], {}))
-    except UnicodeDecodeError as error:
-        raise SchemaError(f"{place}: not UTF-8 text: {error}") from None
-    except SchemaError as error:
-        raise SchemaError(f"{place}: {error.problem}", error.path) from None
-    return event
+class Collector(Protocol):
+    """What adds events up as they come: ``metrics.MetricsCollector``."""
+
+    def observe(self, event: Event) -> None: ...
+
+    def tokens(self, sequences: list[str], time: float) -> None: ...
 
 
-_Rule = Callable[[object, str], object]  # of a value and its path: SchemaError unless it is as it should be
+class Recorder:
+    """Stamps every event with the number of completed steps and the clock's time."""
 
+    def __init__(self, clock: Callable[[], float], collector: Collector) -> None:
+        self.clock = clock
+        self.steps = 0
+        self.now = clock()  # the time of the last event
+        self.tokens: dict[str, TokenFields] = {}  # the last ones, of sequences, that are not yet written
+        self.timeline = Timeline()
+        self._collector = collector
+        self._held_back: list[tuple[str, Event]] | None = None  # while a step is being planned
+        self._under_way = False  # a step was planned, and is not yet completed
 
-def _check_keys(event: Event, rules: Mapping[str, _Rule]) -> None:
-    missing = [key for key in rules if key not in event and not key.endswith("?")]
-    if missing:
-        kind = "header" if event.get("event") == "header" else f"{event.get('event', '')!s:.40} event".strip()
-        raise SchemaError(f"this {kind} lacks {', '.join(missing)}")
-    for key, rule in rules.items():
-        key = key.rstrip("?")
-        if key in event:
-            rule(event[key], f"/{key}")
+    def raise_trouble(self) -> None:
+        """Raise what a listener failed with, now that nothing is left half done."""
+        if self.timeline.troubles:
+            raise self.timeline.troubles.pop(0)
 
+    def header(self, **fields: object) -> None:
+        """The first event."""
+        step_seconds = self.clock.step_seconds if isinstance(self.clock, VirtualClock) else None
+        self._append("header", {"version": TIMELINE_VERSION, "step_seconds": step_seconds, **fields})
 
-def _text(value: object, path: str) -> None:
-    """A string of any characters, half a surrogate pair included: a token's text may be one."""
-    if not isinstance(value, str):
-        raise SchemaError(f"a string is wanted, not {describe(value)}", path)
+    def event(self, event: str, **fields: object) -> None:
+        """Any event."""
+        if self._held_back is None:
+            self._append(event, fields)
+        else:
+            self._held_back.append((event, fields))
 
+    def write_tokens(self) -> None:
+        """Write ``tokens``, whose time is ``now``."""
+        if self.tokens:
+            tokens, self.tokens = self.tokens, {}
+            self._collector.tokens(list(tokens), self.now)
+            self.timeline.tokens(tokens.values())
 
-def _chunks(value: object, path: str) -> None:
-    for i, chunk in enumerate(_list(value, path)):
-        if len(parts := _list(chunk, f"{path}/{i}")) != 4:
-            raise SchemaError("a chunk is [request, start, count, phase]", f"{path}/{i}")
-        for part, rule in zip(parts, (_ID, _COUNT, _COUNT, Choice(("prefill", "decode")).parse)):
-            rule(part, f"{path}/{i}")
+    def submitted(self, request: Request) -> None:
+        """A request was queued: all of it, what has its default aside."""
+        fields = REQUEST_SHAPE.dump(request)
+        assert isinstance(fields, dict)
+        self.event("submit", request=fields.pop("request_id"),
+                   **{key: value for key, value in fields.items() if key != "arrival"})  # that is the event's time
 
+    def hold_back(self) -> None:
+        """A step is being planned: events wait until ``write_held_back``, after the step that ``planned`` tells."""
+        self._held_back = []
 
-def _list(value: object, path: str) -> list[object]:
-    if not isinstance(value, list):
-        raise SchemaError(f"a list is wanted, not {describe(value)}", path)
-    return value
+    def write_held_back(self) -> None:
+        """Planning is over, however it ended."""
+        held_back, self._held_back = self._held_back or (), None
+        for event, fields in held_back:
+            self._append(event, fields)
 
+    def planned(self, decision: ScheduleDecision, computed: int, kv: KVCacheManager) -> None:
+        """A step was planned; ``computed`` positions will go through the decoder."""
+        self._append("step", {
+            "budget": decision.budget_tokens, "computed": computed,
+            "chunks": decision.planned, "admitted": decision.admitted, "preempted": decision.preempted,
+            "waiting": decision.waiting, "running": decision.running, "reasons": decision.why,
+            "found": decision.found, "used_pages": kv.used_pages,
+            "empty_slots": kv.internal_fragmentation()})
+        self._under_way = True
 
-def _object(value: object, path: str) -> None:
-    if not isinstance(value, dict):
-        raise SchemaError(f"an object is wanted, not {describe(value)}", path)
+    def abandoned(self) -> None:
+        """The step was interrupted. Not told of one whose plan was not told either."""
+        if self._under_way:
+            self._under_way = False
+            self._append("abandon", {})
 
+    def step_completed(self) -> None:
+        """The step's numbers are there: time moves on before its tokens are told."""
+        self._under_way = False
+        self.steps += 1
+        if isinstance(self.clock, VirtualClock):
+            self.clock.tick()
+        self.now = self.clock()
 
-def _sentences(value: object, path: str) -> None:
-    _object(value, path)
-    assert isinstance(value, dict)
-    for key, sentence in value.items():
-        _text(sentence, pointer(path, key))
+    def page_change(self, change: str, request_id: str, pages: tuple[int, ...], used_pages: int) -> None:
+        """A block table changed."""
+        self.event("pages", change=change, request=request_id, pages=list(pages), used_pages=used_pages)
 
-
-_TIME = Number(-1e15, 1e15).parse
-_COUNT = Integer(0, 2**53).parse
-_COUNTS = ListOf(Integer(0, 2**53)).parse
-_ID = Text(1).parse
-_IDS = ListOf(Text(1)).parse
-_COMMON: Mapping[str, _Rule] = {"event": _text, "step": _COUNT, "time": _TIME}
-_KEYS: Mapping[str, Mapping[str, _Rule]] = {  # what a reader may rely on, by kind; "?" marks what may be missing
-    "header": {"version": _COUNT, "engine": _text, "backend": _text, "settings": ENGINE_SHAPE.parse,
-               "model": MODEL_SHAPE.parse, "weights_sha256?": Nullable(Text(64, 64)).parse,
-               "quantization?": Nullable(QUANTIZATION_SHAPE).parse, "page_bytes": _COUNT,
-               "num_pages": Integer(1, MAX_PAGES).parse, "weight_bytes": _COUNT,
-               "step_seconds": Nullable(Number(-1e15, 1e15)).parse, "scenario?": _text, "weights?": WEIGHTS_SHAPE.parse,
-               "tokenizer?": TOKENIZER_SHAPE.parse, "checkpoint?": _text},
-    "submit": {"request": _ID, "prompt_tokens": ListOf(Integer(), 1).parse, "max_tokens": _COUNT,
-               "priority?": Integer(-2**53, 2**53).parse, "sampling?": _object, "stop_tokens?": _COUNTS,
-               "cache_salt?": Nullable(Text()).parse},
-    "refuse": {"request": _text, "error": _text},
-    "cancel": {"request": _ID},
-    "inject": {"faults": ListOf(FAULT_SHAPE).parse},
-    "lift": {},
-    "fault": {"kind": _text, "fault": _object},
-    "step": {"budget": _COUNT, "computed": _COUNT, "chunks": _chunks, "admitted": _IDS, "preempted": _IDS,
-             "waiting": _IDS, "running": _IDS, "reasons": _sentences, "found": MapOf(Integer(0, 2**53)).parse,
-             "used_pages": _COUNT, "empty_slots": _COUNT},
-    "abandon": {},
-    "pages": {"change": Choice(CHANGES).parse, "request": _text, "pages": _COUNTS, "used_pages": _COUNT},
-    "fork": {"request": _ID, "parent": _ID},
-    "token": {"request": _ID, "index": _COUNT, "token": _COUNT, "text": _text},
-    "finish": {"request": _ID, "reason": Choice(FINISH_REASONS).parse, "tokens": _COUNT, "error?": _text},
-}
+    def _append(self, event: str, fields: Event) -> None:
+        self.write_tokens()
+        self.now = self.clock()
+        entry = {"event": event, "step": self.steps, "time": self.now, **fields}
+        self._collector.observe(entry)  # before any listener can fail, or ask
+        self.timeline.append(entry)

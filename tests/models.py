@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from starter.batch import Piece
-from starter.rotary import FactorScaling, LinearScaling, Llama3Scaling
+from starter.backend import Piece
+from starter.base.rope import FactorScaling, LinearScaling, Llama3Scaling
 from starter.schema import ModelConfig
 
 

@@ -13,15 +13,15 @@ from itertools import count
 from math import nan
 from typing import NamedTuple
 
-from starter.cpu_backend import CpuBackend
-from starter.engine import InferenceEngine
-from starter.loading import Loaded
-from starter.model import Model, reference_generate
-from starter.policies import POLICIES
+from starter.backend import ReferenceBackend
+from starter.base.tokenizer import CharacterTokenizer
+from starter.base.weights import seeded_weights
+from starter.engine import InferenceEngine, Loaded
+from starter.model import Model
+from starter.reference import reference_generate
+from starter.scheduler import POLICIES
 from starter.schema import CharacterVocabulary, EngineSettings, ModelConfig, SamplingParams, TokenEvent
 from starter.timeline import VirtualClock
-from starter.tokenizer import CharacterTokenizer
-from starter.weights import seeded_weights
 
 
 class Run(NamedTuple):
@@ -54,7 +54,7 @@ GREEDY = SamplingParams()
 Outcome = tuple[tuple[int, float], ...]  # (token, logprob) of each token
 
 
-class FaultyBackend(CpuBackend):
+class FaultyBackend(ReferenceBackend):
     """The CPU backend, and a switch for every way to go wrong.
 
     ``fault(moment, tokens)`` is called with the tokens of the batch at the "start" of a forward pass and in its
@@ -105,10 +105,10 @@ def failing_at(call: int, moment: str, error: BaseException) -> FaultyBackend:
     return FaultyBackend(fault)
 
 
-HEALTHY = Loaded(Model(CONFIG, WEIGHTS, CpuBackend()), TOKENIZER, {})
+HEALTHY = Loaded(Model(CONFIG, WEIGHTS, ReferenceBackend()), TOKENIZER, {})
 
 
-def make_engine(backend: CpuBackend | None = None, **settings: object) -> InferenceEngine:
+def make_engine(backend: ReferenceBackend | None = None, **settings: object) -> InferenceEngine:
     """An engine over the tiny model; its clock counts steps."""
     loaded = Loaded(Model(CONFIG, WEIGHTS, backend), TOKENIZER, {}) if backend else HEALTHY
     return InferenceEngine(loaded, EngineSettings().override(settings), VirtualClock())

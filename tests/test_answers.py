@@ -6,14 +6,12 @@ import unittest
 from dataclasses import replace
 from math import nan
 
-from starter.answers import Answers
+from starter.engine import Answers, RequestTable, Sample
 from starter.errors import BackendError
-from starter.recorder import Recorder
-from starter.request_table import RequestTable
-from starter.requests import Request, SamplingParams
+from starter.metrics import MetricsCollector
 from starter.scheduler import ContinuousBatchScheduler
-from starter.streams import Sample
-from starter.timeline import VirtualClock
+from starter.schema import Request, SamplingParams
+from starter.timeline import Recorder, VirtualClock
 from tests.support import CONFIG, TOKENIZER
 
 END = 7
@@ -24,7 +22,7 @@ class AnswersTest(unittest.TestCase):
     def setUp(self) -> None:
         self.table = RequestTable(replace(CONFIG, eos_tokens=(END,)), TOKENIZER, seed=3)
         self.scheduler = ContinuousBatchScheduler(8)
-        self.recorder = Recorder(VirtualClock())
+        self.recorder = Recorder(VirtualClock(), MetricsCollector())
         self.answers = Answers(self.table, self.scheduler, self.recorder)
 
     def started(self, request_id: str, max_tokens: int = 4, **sampling: object) -> Sample:

@@ -7,10 +7,9 @@ import unittest
 from importlib.util import find_spec
 from unittest import mock
 
-from starter.backend import Backend, KVStore, load_backend
-from starter.cpu_backend import CpuBackend, CpuKVStore
-from starter.errors import BackendError
-from starter.plain_store import PlainStore
+from starter.backend import Backend, ReferenceBackend, ReferenceKVStore, load_backend
+from starter.errors import BackendError, MissingWingError
+from starter.kv_cache import KVStore, PlainStore
 from tests.extras import needs
 
 
@@ -29,8 +28,8 @@ def check_operations(case: unittest.TestCase, made: type, protocol: type) -> Non
 
 class ProtocolTest(unittest.TestCase):
     def test_the_plain_backend_and_the_stores_have_every_operation(self) -> None:
-        check_operations(self, CpuBackend, Backend)
-        check_operations(self, CpuKVStore, KVStore)
+        check_operations(self, ReferenceBackend, Backend)
+        check_operations(self, ReferenceKVStore, KVStore)
         check_operations(self, PlainStore, KVStore)
 
 
@@ -38,14 +37,16 @@ class ProtocolTest(unittest.TestCase):
 @needs("numpy", "numpy")
 class NumpyProtocolTest(unittest.TestCase):
     def test_the_numpy_backend_has_every_operation(self) -> None:
-        from starter.numpy_backend import NumpyBackend, NumpyKVStore
-        check_operations(self, NumpyBackend, Backend)
-        check_operations(self, NumpyKVStore, KVStore)
+        from starter import numpy_backend as plain
+        from starter.backends.numpy import backend as fast
+        for backend, store in ((plain.NumpyBackend, plain.NumpyKVStore), (fast.FastNumpyBackend, fast.NumpyKVStore)):
+            check_operations(self, backend, Backend)
+            check_operations(self, store, KVStore)
 
 
 class LoadTest(unittest.TestCase):
     def test_by_name(self) -> None:
-        self.assertIsInstance(load_backend("cpu"), CpuBackend)
+        self.assertIsInstance(load_backend("cpu"), ReferenceBackend)
         self.assertEqual(load_backend("cpu").name, "cpu")
         self.assertEqual(load_backend("auto").name, load_backend().name)
         self.assertEqual(load_backend("auto").name, "numpy" if find_spec("numpy") else "cpu")
@@ -59,11 +60,17 @@ class LoadTest(unittest.TestCase):
 
     def test_a_backend_whose_module_is_not_here(self) -> None:
         """As in a student's project."""
-        with mock.patch.dict("starter.backend._BACKENDS", gone=("no_such_module", "Gone", None, None)):
-            self.assertRaisesRegex(BackendError, "backend 'gone' is not part of this project", load_backend, "gone")
+        with mock.patch.dict("starter.backend._BACKENDS", gone=(("no_such_wing.module.Gone",), None, None)):
+            self.assertRaisesRegex(MissingWingError, "backend 'gone' needs the package starter/no_such_wing, which this",
+                                   load_backend, "gone")
+
+    def test_the_plainer_one_where_a_wing_was_deleted(self) -> None:
+        places = ("no_such_wing.module.Gone", "backend.ReferenceBackend")
+        with mock.patch.dict("starter.backend._BACKENDS", cpu=(places, None, None)):
+            self.assertIs(type(load_backend("cpu")), ReferenceBackend)
 
     def test_a_ready_backend_passes_through(self) -> None:
-        backend = CpuBackend()
+        backend = ReferenceBackend()
         self.assertIs(load_backend(backend), backend)
 
     def test_what_is_no_backend(self) -> None:

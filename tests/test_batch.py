@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import unittest
 
-from starter.batch import Batch, Piece, Span
+from starter.backend import Batch, Piece, Span
 
 
 class BatchTest(unittest.TestCase):

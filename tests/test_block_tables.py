@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import unittest
 
-from starter.block_tables import BlockTables
 from starter.errors import OutOfPagesError
 from starter.kv_cache import KVCacheManager
+from starter.scheduler import BlockTables, SequenceState
 from starter.schema import Request
-from starter.sequences import Sequence
 
 
-def sequence(name: str, prompt: int = 5) -> Sequence:
-    return Sequence(Request(name, (1,) * prompt, 4), 0, (0.0, 0))
+def sequence(name: str, prompt: int = 5) -> SequenceState:
+    return SequenceState(Request(name, (1,) * prompt, 4), 0, (0.0, 0))
 
 
 class BlockTablesTest(unittest.TestCase):

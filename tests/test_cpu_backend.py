@@ -9,14 +9,13 @@ from cmath import rect
 from collections.abc import Sequence
 from math import exp, fsum, inf, isnan, nan, sqrt
 
-from starter.batch import Batch, Piece, Span
-from starter.cpu_backend import CpuBackend, CpuKVStore, silu
+from starter.backend import Batch, Piece, ReferenceBackend, ReferenceKVStore, Span, silu
+from starter.base.rope import rotary_frequencies
+from starter.base.weights import Tensor
 from starter.quantization import dequantize
-from starter.rotary import rotary_frequencies
 from starter.schema import ModelConfig, QuantizationConfig
-from starter.weights import Tensor
 
-CPU = CpuBackend()
+CPU = ReferenceBackend()
 
 
 def numbers(dice: random.Random, count: int) -> list[float]:
@@ -160,9 +159,9 @@ class AttendTest(Case):
     def setUp(self) -> None:
         self.tokens: dict[tuple[int, int], tuple[list[float], list[float]]] = {}  # (request, position): key, value
 
-    def make(self, dice: random.Random, kv_heads: int, layers: int = 2, fill: float = nan) -> CpuKVStore:
+    def make(self, dice: random.Random, kv_heads: int, layers: int = 2, fill: float = nan) -> ReferenceKVStore:
         """A store in which every slot holds ``fill``."""
-        store = CpuKVStore(layers, kv_heads, self.HEAD_WIDTH, self.PAGES, self.PAGE_SIZE)
+        store = ReferenceKVStore(layers, kv_heads, self.HEAD_WIDTH, self.PAGES, self.PAGE_SIZE)
         for slot in range(self.PAGES * self.PAGE_SIZE):
             store.write(*divmod(slot, self.PAGE_SIZE), [fill] * store.width, [fill] * store.width)
         return store

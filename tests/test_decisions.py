@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import unittest
 
-from starter.decisions import Chunks, ScheduledChunk, ScheduleDecision, counted
-from starter.scheduler import ContinuousBatchScheduler
+from starter.scheduler import Chunks, ContinuousBatchScheduler, ScheduledChunk, ScheduleDecision, counted
 from starter.schema import Request
 
 

@@ -15,12 +15,13 @@ from typing import Any
 from unittest import mock
 
 from starter import driver
-from starter.chrome_trace import chrome_trace
-from starter.engine import InferenceEngine
-from starter.llama2c import UNSAID, write_llama2c
+from starter.base.weights import seeded_weights
+from starter.checkpoints.llama2c import UNSAID, write_llama2c
+from starter.engine import InferenceEngine, play
 from starter.metrics import Metrics
-from starter.play import play
-from starter.report import report_html
+from starter.observe.perfetto import chrome_trace
+from starter.observe.report import report_html
+from starter.observe.timeline_file import read_timeline
 from starter.schema import (
     CharacterVocabulary,
     EngineSettings,
@@ -33,8 +34,7 @@ from starter.schema import (
     SeededWeights,
     parse_scenario,
 )
-from starter.timeline import VirtualClock, read_timeline
-from starter.weights import seeded_weights
+from starter.timeline import VirtualClock
 from tests.paths import FIXTURE, ROOT, TIMELINE
 from tests.support import CONFIG, FaultyBackend, Run, oracle, run_main
 
@@ -383,7 +383,7 @@ class CheckpointTest(Case):
         """Exit code 1, and why, on standard error; the others are shown."""
         failing = FaultyBackend(spoiled=[self.PIECES.index("h")])
         for further in ((), ("--prompt", "abc")):
-            with mock.patch("starter.loading.load_backend", return_value=failing):
+            with mock.patch("starter.checkpoints.load.load_backend", return_value=failing):
                 result = run("--checkpoint", self.folder, "--prompt", "h", *further, "--max-tokens", 3)
             self.assertEqual(result.code, 1)
             self.assertRegex(result.err, r"^error: prompt-1 did not finish: BackendError: .*\n$")

@@ -9,8 +9,9 @@ from dataclasses import replace
 from itertools import product
 from math import exp, fsum, log, nan
 
-from starter.cpu_backend import CpuBackend
-from starter.engine import InferenceEngine
+from starter.backend import ReferenceBackend
+from starter.base.tokenizer import CharacterTokenizer, TextStream
+from starter.engine import InferenceEngine, Loaded
 from starter.errors import (
     BackendError,
     CapacityError,
@@ -21,12 +22,10 @@ from starter.errors import (
     SchemaError,
     UnknownRequestError,
 )
-from starter.loading import Loaded
 from starter.model import Model
 from starter.reference import reference_logits
-from starter.sampling import Draws, sample
+from starter.sampling import Draws, choose_token
 from starter.schema import CharacterVocabulary, SamplingParams, TokenEvent
-from starter.tokenizer import CharacterTokenizer, TextStream
 from tests.support import (
     CONFIG,
     CONTEXT,
@@ -65,7 +64,7 @@ class BatchEqualsSolo(EngineCase):
         parameters, params = HEALTHY.model.parameters(), SamplingParams(1.5, seed=5)
         tokens, draws = [1, 2, 3], Draws(params, "x", 0, 0)
         while len(tokens) < 3 + 12:
-            tokens.append(sample(reference_logits(CONFIG, parameters, tokens), params, draws).token)
+            tokens.append(choose_token(reference_logits(CONFIG, parameters, tokens), params, draws).token)
             draws.accept()
         self.assertEqual([token for token, _ in solo(Ask((1, 2, 3), 12, params))[0]], tokens[3:])
 
@@ -189,7 +188,7 @@ class Events(EngineCase):
         """Also right after the prompt; ignored where that is asked for, and without a chance before min_tokens."""
         tokens = oracle((3, 1, 4), 8)
         for end in sorted(set(tokens)):
-            loaded = Loaded(Model(replace(CONFIG, eos_tokens=(end,)), WEIGHTS, CpuBackend()), HEALTHY.tokenizer, {})
+            loaded = Loaded(Model(replace(CONFIG, eos_tokens=(end,)), WEIGHTS, ReferenceBackend()), HEALTHY.tokenizer, {})
             for sampling, expected in ((SamplingParams(), tokens[:tokens.index(end) + 1]),
                                        (SamplingParams(ignore_eos=True), tokens)):
                 engine = InferenceEngine(loaded)

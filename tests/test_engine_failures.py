@@ -13,11 +13,11 @@ from threading import Thread
 from time import sleep
 from types import FrameType
 
-from starter.audit import Audit
 from starter.engine import InferenceEngine
 from starter.errors import EngineError
 from starter.kv_cache import KVHandle
 from starter.metrics import Metrics
+from starter.observe.audit import Audit
 from starter.scheduler import REFUSAL_LIMIT
 from starter.schema import SamplingParams, TokenEvent
 from starter.timeline import Event

@@ -15,6 +15,7 @@ FAMILY = {
     "DuplicateRequestError": errors.RequestError, "CapacityError": errors.RequestError,
     "QueueFullError": errors.RequestError, "PoolTooSmallError": errors.OutOfPagesError,
     "OutOfPagesError": EngineError, "StaleHandleError": EngineError, "BackendError": EngineError,
+    "MissingWingError": errors.BackendError,
 }
 
 

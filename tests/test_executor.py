@@ -6,9 +6,9 @@ import unittest
 import weakref
 from collections.abc import Sequence
 
-from starter.batch import Batch, Piece
+from starter.backend import Batch, Piece
+from starter.engine import Executor, Row
 from starter.errors import BackendError
-from starter.executor import Executor, Row
 
 
 class _Scratch(set[int]):

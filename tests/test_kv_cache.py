@@ -10,10 +10,9 @@ from collections import Counter
 from dataclasses import replace
 from math import inf, nan
 
-from starter.cpu_backend import CpuKVStore
+from starter.backend import ReferenceKVStore
 from starter.errors import CapacityError, EngineError, OutOfPagesError, RequestError, StaleHandleError
-from starter.kv_cache import KVCacheManager, KVHandle
-from starter.plain_store import PlainStore
+from starter.kv_cache import KVCacheManager, KVHandle, PlainStore
 
 Token = tuple[list[float], list[float]]
 
@@ -99,7 +98,7 @@ class RandomOperations(unittest.TestCase):
         """120 random operations on a pool that is often full, each compared with the mirror."""
         dice = random.Random(seed)
         page_size, num_pages = dice.randint(1, 5), dice.choice((1, 3, 6, 12, 20))
-        store, host_store = (CpuKVStore(1, 1, 2, pages, page_size) if seed % 2 else None
+        store, host_store = (ReferenceKVStore(1, 1, 2, pages, page_size) if seed % 2 else None
                              for pages in (num_pages, HOST_PAGES))
         kv = KVCacheManager(num_pages, page_size, 2, seed % 3 > 0, store, HOST_PAGES, host_store)
         mirror, seen = Mirror(self, kv), Counter[str]()

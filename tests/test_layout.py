@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import unittest
 
-from starter.batch import Batch, Piece
+from starter.backend import Batch, Piece
+from starter.engine import Layout, RequestTable
 from starter.kv_cache import KVCacheManager
-from starter.layout import Layout
-from starter.request_table import RequestTable
-from starter.requests import Request
 from starter.scheduler import ContinuousBatchScheduler
+from starter.schema import Request
 from tests.support import CONFIG, TOKENIZER
 
 

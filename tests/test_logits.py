@@ -8,9 +8,8 @@ import warnings
 from array import array
 from math import exp, fsum, inf, log, nan
 
-from starter.logits import Choice, Logits
-from starter.requests import SamplingParams
-from starter.sampling import Draws, greedy, sample
+from starter.sampling import Choice, Draws, Logits, choose_token, greedy
+from starter.schema import SamplingParams
 from tests.extras import needs
 
 NUMBERS = array("f", [0.5, 3.0, -1.0, 2.5])
@@ -30,7 +29,7 @@ class LogitsTest(unittest.TestCase):
     def test_greedy_sampling_reads_no_number(self) -> None:
         row = Logits(Choice(1, -0.5), Untouchable())
         self.assertEqual(greedy(row), Choice(1, -0.5))
-        self.assertEqual(sample(row, SamplingParams(), Draws(SamplingParams(), "r", 0, 1)), Choice(1, -0.5))
+        self.assertEqual(choose_token(row, SamplingParams(), Draws(SamplingParams(), "r", 0, 1)), Choice(1, -0.5))
 
     def test_what_needs_the_numbers_gets_them(self) -> None:
         """A best token that is wrong on purpose: whoever reads the numbers finds the right one."""
@@ -39,7 +38,7 @@ class LogitsTest(unittest.TestCase):
                        SamplingParams(repetition_penalty=1.1), SamplingParams(presence_penalty=0.1),
                        SamplingParams(frequency_penalty=0.1), SamplingParams(temperature=1e-9)):
             with self.subTest(params=params):
-                self.assertEqual(sample(wrong, params, Draws(SamplingParams(), "r", 0, 1)).token, 1)
+                self.assertEqual(choose_token(wrong, params, Draws(SamplingParams(), "r", 0, 1)).token, 1)
 
 
 @needs("numpy", "numpy")

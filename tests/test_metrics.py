@@ -16,8 +16,9 @@ from unittest.mock import patch
 from starter.engine import InferenceEngine
 from starter.errors import EngineError, SchemaError
 from starter.metrics import Metrics, MetricsCollector, Summary
+from starter.observe.timeline_file import read_timeline
 from starter.schema import SamplingParams
-from starter.timeline import Event, read_timeline
+from starter.timeline import Event
 from tests.support import FaultyBackend, failing_at, make_engine, oracle, prompt_of
 
 HEADER: Event = {"event": "header", "step": 0, "time": 0.0, "page_bytes": 100, "weight_bytes": 7}

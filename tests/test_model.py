@@ -10,21 +10,20 @@ from dataclasses import replace
 from itertools import pairwise
 from math import inf, nan
 
-from starter.backend import KVStore
-from starter.batch import Batch, Piece
-from starter.cpu_backend import CpuBackend
+from starter.backend import Batch, Piece, ReferenceBackend
+from starter.base.weights import Tensor, seeded_weights, tensor_shapes
 from starter.errors import SchemaError
+from starter.kv_cache import KVStore
 from starter.model import Model
 from starter.reference import reference_logits
 from starter.schema import ModelConfig, QuantizationConfig
-from starter.weights import Tensor, seeded_weights, tensor_shapes
 from tests.models import random_config
 
 PAGES = 24
 
 
 def made(config: ModelConfig, seed: int, quantization: QuantizationConfig | None = None) -> Model:
-    return Model(config, seeded_weights(config, seed), CpuBackend(), quantization)
+    return Model(config, seeded_weights(config, seed), ReferenceBackend(), quantization)
 
 
 def fill(store: KVStore, page_size: int, number: float) -> KVStore:
@@ -147,7 +146,7 @@ class KVBoundsTest(unittest.TestCase):
             embedding = weights["model.embed_tokens.weight"]
             weights["model.embed_tokens.weight"] = Tensor(
                 embedding.shape, array("f", direction) + embedding.values[width:])
-            model = Model(config, weights, CpuBackend())
+            model = Model(config, weights, ReferenceBackend())
             _, (_, values) = next(self.stored(model, [0]))
             self.assertAlmostEqual(abs(values[0]) / model.kv_bounds[0].values[0], 1.0, places=5)
 
@@ -199,7 +198,7 @@ class WeightsTest(unittest.TestCase):
         for name, weights in ((name, seeded_weights(config, 1)) for name in tensor_shapes(config)):
             del weights[name]
             with self.subTest(name=name), self.assertRaisesRegex(SchemaError, name):
-                Model(config, weights, CpuBackend())
+                Model(config, weights, ReferenceBackend())
 
 
 if __name__ == "__main__":

@@ -17,15 +17,13 @@ from math import exp, fsum, log
 from pathlib import Path
 
 from scripts.peers import Llama2Py, Transformers, ungrouped
-from starter.batch import Batch, Piece
-from starter.cpu_backend import CpuBackend
-from starter.engine import InferenceEngine
-from starter.llama2c import UNSAID, read_llama2c, write_llama2c
-from starter.loading import scenario_weights
-from starter.model import Model, reference_generate
-from starter.play import play
+from starter.backend import Batch, Piece, ReferenceBackend
+from starter.base.weights import Tensor, seeded_weights
+from starter.checkpoints.llama2c import UNSAID, read_llama2c, write_llama2c
+from starter.engine import InferenceEngine, play, scenario_weights
+from starter.model import Model
+from starter.reference import reference_generate
 from starter.schema import ModelConfig, Scenario, load_scenario
-from starter.weights import Tensor, seeded_weights
 from tests.extras import needs
 from tests.models import random_config
 from tests.paths import FIXTURE, ROOT
@@ -39,7 +37,7 @@ LANE_TOLERANCE = 5e-3  # the default backend's weights have 14 bits
 
 def our_logits(config: ModelConfig, weights: Weights, tokens: Sequence[int]) -> list[list[float]]:
     """Logits after every position: [len(tokens), vocab_size]."""
-    model = Model(config, weights, CpuBackend())
+    model = Model(config, weights, ReferenceBackend())
     batch = Batch.of([Piece(tokens, 0, (0,), wants_logits=True)], len(tokens))
     batch.logit_rows = list(range(len(tokens)))
     return model.forward(batch, model.new_store(1, len(tokens)))
@@ -47,7 +45,7 @@ def our_logits(config: ModelConfig, weights: Weights, tokens: Sequence[int]) -> 
 
 def our_greedy(config: ModelConfig, weights: Weights, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """Past ends of sequence, as the others go on too."""
-    return reference_generate(Model(replace(config, eos_tokens=()), weights, CpuBackend()), prompt, max_tokens)
+    return reference_generate(Model(replace(config, eos_tokens=()), weights, ReferenceBackend()), prompt, max_tokens)
 
 
 @needs("oracle", "torch", "transformers")

@@ -8,7 +8,7 @@ from collections import Counter
 from itertools import product
 
 from starter.errors import OutOfPagesError
-from starter.pages import Node, PagePool, PrefixIndex
+from starter.kv_cache import Node, PagePool, PrefixIndex
 
 
 class PoolModel:

@@ -7,10 +7,9 @@ import unittest
 from collections.abc import Iterable, Sequence
 from unittest import mock
 
-from starter.engine import InferenceEngine
+from starter.base.fault_kinds import MemoryCut, SlowConsumer
+from starter.engine import InferenceEngine, Played, play, tokens_of
 from starter.errors import UnknownRequestError
-from starter.faults import MemoryCut, SlowConsumer
-from starter.play import Played, play, tokens_of
 from starter.schema import (
     CharacterVocabulary,
     EngineSettings,

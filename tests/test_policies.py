@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from starter.kv_cache import KVCacheManager
-from starter.policies import AGING, POLICIES
-from starter.scheduler import BYPASS_LIMIT, ContinuousBatchScheduler, ScheduleDecision
+from starter.scheduler import AGING, BYPASS_LIMIT, POLICIES, ContinuousBatchScheduler, ScheduleDecision
 from starter.schema import POLICY_NAMES, Request
 
 

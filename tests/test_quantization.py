@@ -12,8 +12,9 @@ from array import array
 from collections.abc import Callable
 from fractions import Fraction
 
+from starter.base.model_config import QuantizationConfig
 from starter.errors import QuantizationError
-from starter.quantization import QuantizationConfig, QuantizedTensor, dequantize, matvec, quantize
+from starter.quantization import QuantizedTensor, dequantize, matvec, quantize
 
 LARGEST = sys.float_info.max
 SMALLEST = 5e-324

@@ -5,15 +5,16 @@ from __future__ import annotations
 import unittest
 
 from starter.kv_cache import KVCacheManager
-from starter.recorder import Recorder
+from starter.metrics import MetricsCollector
 from starter.scheduler import ContinuousBatchScheduler
 from starter.schema import Request, TokenEvent
-from starter.timeline import VirtualClock
+from starter.timeline import Recorder, VirtualClock
 
 
 class RecorderTest(unittest.TestCase):
     def setUp(self) -> None:
-        self.recorder = Recorder(VirtualClock(0.5))
+        self.collector = MetricsCollector()
+        self.recorder = Recorder(VirtualClock(0.5), self.collector)
         self.recorder.header(page_bytes=64, weight_bytes=10)
 
     def kinds(self) -> list[str]:
@@ -25,7 +26,7 @@ class RecorderTest(unittest.TestCase):
         self.recorder.event("token", request="r", index=0, token=3, text="c")
         stamps = [(event["step"], event["time"]) for event in self.recorder.timeline]
         self.assertEqual(stamps, [(0, 0.0), (0, 0.0), (1, 0.5)])
-        self.assertEqual(self.recorder.metrics().ttft.mean, 0.5)
+        self.assertEqual(self.collector.snapshot().ttft.mean, 0.5)
 
     def test_page_changes_follow_the_step_that_planned_them_and_precede_what_comes_after(self) -> None:
         kv = KVCacheManager(4, 2, observer=lambda change, request_id, pages: self.recorder.page_change(
@@ -70,7 +71,7 @@ class RecorderTest(unittest.TestCase):
         self.recorder.abandoned()
         self.assertEqual(self.recorder.timeline.events[-1], {"event": "abandon", "step": 1, "time": 0.5})
         self.assertEqual(self.kinds(), ["header", "step", "step", "abandon"])
-        self.assertEqual((self.recorder.steps, self.recorder.metrics().steps), (1, 1))
+        self.assertEqual((self.recorder.steps, self.collector.snapshot().steps), (1, 1))
 
     def test_outside_a_plan_everything_is_told_at_once(self) -> None:
         self.recorder.page_change("release", "r", (1,), 0)
@@ -80,26 +81,26 @@ class RecorderTest(unittest.TestCase):
 
     def test_who_listens_finds_the_event_in_the_metrics(self) -> None:
         found = []
-        self.recorder.timeline.listen(lambda event: found.append(self.recorder.metrics().submitted))
+        self.recorder.timeline.listen(lambda event: found.append(self.collector.snapshot().submitted))
         self.recorder.event("submit", request="r", prompt_tokens=[1], max_tokens=2)
         self.assertEqual(found, [1])
 
     def test_tokens_are_told_together_before_what_comes_next(self) -> None:
         clock = iter(range(100))
-        self.recorder = Recorder(lambda: float(next(clock)))
+        self.recorder = Recorder(lambda: float(next(clock)), self.collector)
         for name in "ab":
             self.recorder.event("submit", request=name, prompt_tokens=[1], max_tokens=2)
         self.recorder.step_completed()
         for name in "ab":
             self.recorder.tokens[name] = TokenEvent(name, 0, 5, "x", 0, self.recorder.now)
-        self.assertEqual((self.kinds(), self.recorder.metrics().output_tokens), (["submit", "submit"], 0))
+        self.assertEqual((self.kinds(), self.collector.snapshot().output_tokens), (["submit", "submit"], 0))
         self.recorder.event("finish", request="a", reason="stop", tokens=1)
         self.recorder.write_tokens()  # there are none left
         self.assertEqual(self.kinds(), ["submit", "submit", "token", "token", "finish"])
         times = [event["time"] for event in self.recorder.timeline]
         self.assertEqual((times, times[2]), (sorted(times), times[3]))
-        self.assertEqual(self.recorder.metrics().output_tokens, 2)
-        self.assertEqual(self.recorder.metrics().elapsed_seconds, times[-1] - times[0])
+        self.assertEqual(self.collector.snapshot().output_tokens, 2)
+        self.assertEqual(self.collector.snapshot().elapsed_seconds, times[-1] - times[0])
 
     def test_a_listener_that_fails_is_let_go_and_its_error_told_later(self) -> None:
         heard = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import unittest
 from typing import NamedTuple
 
-from starter.records import quick
+from starter.base.records import quick
 
 
 class Pair(NamedTuple):

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import cos, exp, fsum, isnan, nan, prod, sin, sqrt, tau
 
-from starter.cpu_backend import CpuBackend
-from starter.model import Model, reference_generate
-from starter.reference import reference_logits, rotary
-from starter.rotary import FactorScaling, LinearScaling, Llama3Scaling
+from starter.backend import ReferenceBackend
+from starter.base.rope import FactorScaling, LinearScaling, Llama3Scaling
+from starter.base.weights import Tensor, seeded_weights, tensor_shapes
+from starter.model import Model
+from starter.reference import reference_generate, reference_logits, rotary
 from starter.schema import ModelConfig
-from starter.weights import Tensor, seeded_weights, tensor_shapes
 from tests.models import random_config
 
 Row = Sequence[float]
@@ -105,7 +105,7 @@ def model(config: ModelConfig, **matrices: Sequence[Row]) -> Model:
     for name, rows in matrices.items():
         name = name.replace("__", ".") + ".weight"
         weights[name] = Tensor(weights[name].shape, array("f", [number for row in rows for number in row]))
-    return Model(config, weights, CpuBackend())
+    return Model(config, weights, ReferenceBackend())
 
 
 UNIT = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
@@ -121,7 +121,7 @@ class LogitsTest(unittest.TestCase):
                 dice = random.Random(seed)
                 config = random_config(dice, plain=seed % 2 == 0)
                 shared.add((config.heads // config.kv_heads, config.tied_output))
-                parameters = Model(config, seeded_weights(config, seed), CpuBackend()).parameters()
+                parameters = Model(config, seeded_weights(config, seed), ReferenceBackend()).parameters()
                 tokens = dice.choices(range(config.vocab_size), k=dice.randint(1, 10))
                 for mine, other in zip(reference_logits(config, parameters, tokens),
                                        Decoder(config, parameters).logits(tokens), strict=True):
@@ -163,7 +163,7 @@ class LogitsTest(unittest.TestCase):
             for got, wanted in zip(reference_logits(FOUR, made.parameters(), [1]), (0.0, 2.0, 0.0, 0.0), strict=True):
                 self.assertAlmostEqual(got, wanted, places=11)
         for name in tensor_shapes(FOUR):
-            parameters = Model(FOUR, seeded_weights(FOUR, 1), CpuBackend()).parameters()
+            parameters = Model(FOUR, seeded_weights(FOUR, 1), ReferenceBackend()).parameters()
             parameters[name] = [[nan] * len(row) for row in parameters[name]]
             with self.subTest(name=name):
                 self.assertTrue(all(map(isnan, reference_logits(FOUR, parameters, [1, 2]))))

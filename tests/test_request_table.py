@@ -5,9 +5,9 @@ from __future__ import annotations
 import unittest
 from dataclasses import replace
 
+from starter.engine import RequestTable
 from starter.errors import DuplicateRequestError, RequestError, UnknownRequestError
-from starter.request_table import RequestTable
-from starter.requests import Request, SamplingParams
+from starter.schema import Request, SamplingParams
 from tests.support import CONFIG, TOKENIZER
 
 

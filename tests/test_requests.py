@@ -6,9 +6,9 @@ import math
 import unittest
 from typing import Any
 
+from starter.base.model_config import ModelConfig
 from starter.errors import CapacityError, RequestError
-from starter.model_config import ModelConfig
-from starter.requests import Request, SamplingParams, TokenEvent
+from starter.schema import Request, SamplingParams, TokenEvent
 
 MODEL = ModelConfig(vocab_size=5, width=8, layers=1, heads=4, kv_heads=2, ffn_width=6, max_context=9)
 

@@ -8,8 +8,7 @@ from itertools import pairwise
 from math import exp, fsum, inf, log, nan
 
 from starter.errors import BackendError, RequestError
-from starter.logits import Choice
-from starter.sampling import Draws, adjust, kept_tokens, sample
+from starter.sampling import Choice, Draws, adjust, choose_token, kept_tokens
 from starter.schema import SamplingParams
 
 LOGITS = [0.5, 2.0, -1.0, 2.0, 1.25, -3.0, 0.0, 1.9]
@@ -18,13 +17,13 @@ SIZE = len(LOGITS)
 
 
 def draw(logits, seed=0, **params) -> int:
-    return sample(logits, SamplingParams(**params), Fresh(seed)).token
+    return choose_token(logits, SamplingParams(**params), Fresh(seed)).token
 
 
 def drawn(logits, draws=300, **params) -> set[int]:
     """Tokens that occur in many draws."""
     fresh, params = Fresh(1), SamplingParams(**params)
-    return {sample(logits, params, fresh).token for _ in range(draws)}
+    return {choose_token(logits, params, fresh).token for _ in range(draws)}
 
 
 def exact(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> dict[int, float]:
@@ -124,7 +123,7 @@ class Edges(unittest.TestCase):
         for number in (0.0, 5e-324, 0.5, 1.0 - 2.0**-53):
             for logits, allowed in (([-inf, 0.0, -1.0, -inf], {1, 2}), ([-inf, 3.0, -inf], {1}), ([-900.0, 0.0], {1})):
                 for params in (SamplingParams(1.0), SamplingParams(1.0, top_k=4), SamplingParams(1.0, top_p=0.999)):
-                    self.assertIn(sample(logits, params, Stuck(number)).token, allowed)
+                    self.assertIn(choose_token(logits, params, Stuck(number)).token, allowed)
 
     def test_parameters_out_of_range_are_refused(self) -> None:
         for name, wrongs in (("temperature", (-1.0, nan, inf, -5e-324, True, "1", None)),
@@ -153,7 +152,7 @@ class Distribution(unittest.TestCase):
                 fresh, draws = Fresh(7), 4000
                 counts = dict.fromkeys(range(SIZE), 0)
                 for _ in range(draws):
-                    counts[sample(LOGITS, params, fresh).token] += 1
+                    counts[choose_token(LOGITS, params, fresh).token] += 1
                 self.assertLessEqual({token for token, count in counts.items() if count}, set(probabilities))
                 distance = sum((counts[token] - draws * p) ** 2 / (draws * p) for token, p in probabilities.items())
                 self.assertLess(distance, 40)
@@ -174,16 +173,16 @@ class Distribution(unittest.TestCase):
 
     def test_logprob_is_that_of_temperature_1_without_filters(self) -> None:
         for params in (SamplingParams(), SamplingParams(0.1), SamplingParams(3.0, top_k=2)):
-            choice = sample(LOGITS, params, Fresh(3))
+            choice = choose_token(LOGITS, params, Fresh(3))
             self.assertAlmostEqual(choice.logprob, logprob(choice.token), places=12)
-        self.assertEqual(sample([5.0], SamplingParams(), Fresh()), Choice(0, 0.0))
-        self.assertEqual(sample([1e308, -1e308], SamplingParams(), Fresh()), Choice(0, 0.0))
+        self.assertEqual(choose_token([5.0], SamplingParams(), Fresh()), Choice(0, 0.0))
+        self.assertEqual(choose_token([1e308, -1e308], SamplingParams(), Fresh()), Choice(0, 0.0))
         for level in (-1e5, -700.0, -599.0, 0.0, 599.0, 700.0, 1e5):  # exp would over- or underflow at some
-            self.assertAlmostEqual(sample([level] * 4, SamplingParams(), Fresh()).logprob, -log(4.0))
+            self.assertAlmostEqual(choose_token([level] * 4, SamplingParams(), Fresh()).logprob, -log(4.0))
 
     def test_tied_logits_of_any_size_share_the_probability(self) -> None:
         for size in (0.0, 1e5, -1e5, 1e16, 1e300, -1e300):
-            choice = sample([size, size, size - abs(size) - 100.0], SamplingParams(logprobs=2), Fresh())
+            choice = choose_token([size, size, size - abs(size) - 100.0], SamplingParams(logprobs=2), Fresh())
             self.assertAlmostEqual(choice.logprob, -log(2.0))
             self.assertEqual([token for token, _ in choice.top_logprobs], [0, 1])
             self.assertAlmostEqual(choice.top_logprobs[1][1], -log(2.0))
@@ -191,16 +190,16 @@ class Distribution(unittest.TestCase):
     def test_the_likeliest_tokens_and_the_chosen_one(self) -> None:
         """K078, K079"""
         ranking = [1, 3, 7, 4, 0, 6, 2, 5]  # of equals, the lower token first
-        self.assertEqual(sample(LOGITS, SamplingParams(), Fresh()).top_logprobs, ())
+        self.assertEqual(choose_token(LOGITS, SamplingParams(), Fresh()).top_logprobs, ())
         for number in range(SIZE + 1):
             params = SamplingParams(logprobs=number, logit_bias={5: 100.0})
-            choice = sample(LOGITS, params, Fresh())
+            choice = choose_token(LOGITS, params, Fresh())
             self.assertEqual(choice.token, 5)
             tokens = [token for token, _ in choice.top_logprobs]
             self.assertEqual(tokens, ranking[:number] + ([5] if number < SIZE else []))
             for token, value in choice.top_logprobs:
                 self.assertAlmostEqual(value, logprob(token), places=12)  # of the model alone: no bias
-        choice = sample([0.0, -inf, 1.0], SamplingParams(logprobs=3, top_k=1), Fresh())
+        choice = choose_token([0.0, -inf, 1.0], SamplingParams(logprobs=3, top_k=1), Fresh())
         self.assertEqual([token for token, _ in choice.top_logprobs], [2, 0])  # no infinity, which JSON cannot write
 
 
@@ -232,11 +231,11 @@ class Adjusted(unittest.TestCase):
             expected = [-inf, 1.0, -inf] if count < 3 else [2.0, 1.0, 3.0]
             self.assertEqual(self.adjusted([2.0, 1.0, 3.0], [1], [1] * count, [0, 2], min_tokens=3), expected)
         with self.assertRaisesRegex(BackendError, "adjusted"):
-            sample([2.0, 1.0], SamplingParams(min_tokens=1), Fresh(), [0], [], [0, 1])
+            choose_token([2.0, 1.0], SamplingParams(min_tokens=1), Fresh(), [0], [], [0, 1])
 
     def test_an_overflow_is_an_error(self) -> None:
         with self.assertRaisesRegex(BackendError, "adjusted"):
-            sample([1e308, 0.0], SamplingParams(repetition_penalty=0.01), Fresh(), [0])
+            choose_token([1e308, 0.0], SamplingParams(repetition_penalty=0.01), Fresh(), [0])
 
     def test_order(self) -> None:
         """Bias, then repetition, then presence and frequency: (2 + 4) / 2 - 1 - 0.5."""
@@ -255,7 +254,7 @@ class RandomNumbers(unittest.TestCase):
     def test_one_number_for_a_sampled_token_none_for_a_greedy_one(self) -> None:
         for params, numbers in ((SamplingParams(), 0), (SamplingParams(1.0), 1), (SamplingParams(1.0, top_k=1), 1)):
             used, fresh = Fresh(5), Fresh(5)
-            sample(LOGITS, params, used)
+            choose_token(LOGITS, params, used)
             for _ in range(numbers):
                 fresh.random()
             self.assertEqual(used.random(), fresh.random())
@@ -265,7 +264,7 @@ class RandomNumbers(unittest.TestCase):
         params = SamplingParams(3.0)
         tokens = []
         for _ in range(20):
-            tokens.append({sample(LOGITS, params, draws).token for _ in range(3)})
+            tokens.append({choose_token(LOGITS, params, draws).token for _ in range(3)})
             draws.accept()
         self.assertTrue(all(len(choices) == 1 for choices in tokens))
         self.assertGreater(len(set.union(*tokens)), 3)

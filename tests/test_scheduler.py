@@ -10,8 +10,7 @@ from itertools import product
 
 from starter.errors import CapacityError, DuplicateRequestError, RequestError, UnknownRequestError
 from starter.kv_cache import KVCacheManager
-from starter.policies import AGING, POLICIES
-from starter.scheduler import BYPASS_LIMIT, REFUSAL_LIMIT, ContinuousBatchScheduler, ScheduleDecision
+from starter.scheduler import AGING, BYPASS_LIMIT, POLICIES, REFUSAL_LIMIT, ContinuousBatchScheduler, ScheduleDecision
 from starter.schema import Request
 
 

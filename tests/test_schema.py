@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from starter.base.rope import Llama3Scaling
 from starter.errors import SchemaError
-from starter.rotary import Llama3Scaling
 from starter.schema import (
     EngineSettings,
     Golden,

@@ -6,12 +6,12 @@ import random
 import unittest
 from collections import Counter
 
+from starter.scheduler import SequenceState, WaitingQueue
 from starter.schema import Request
-from starter.sequences import Sequence, WaitingQueue
 
 
-def sequence(name: str, serial: int = 0, rank: float = 0.0, prompt: int = 1, max_tokens: int = 4) -> Sequence:
-    return Sequence(Request(name, [0] * prompt, max_tokens), 0, (rank, serial))
+def sequence(name: str, serial: int = 0, rank: float = 0.0, prompt: int = 1, max_tokens: int = 4) -> SequenceState:
+    return SequenceState(Request(name, [0] * prompt, max_tokens), 0, (rank, serial))
 
 
 class Remembered(unittest.TestCase):
@@ -35,7 +35,7 @@ class Remembered(unittest.TestCase):
 
 
 class Queue(unittest.TestCase):
-    def check(self, queue: WaitingQueue, waiting: list[Sequence], ids: list[str]) -> None:
+    def check(self, queue: WaitingQueue, waiting: list[SequenceState], ids: list[str]) -> None:
         self.assertEqual((len(queue), bool(queue)), (len(waiting), bool(waiting)))
         ordered = sorted(waiting, key=lambda each: each.order)
         for number in (0, 1, 3, len(waiting), len(waiting) + 5):

@@ -8,10 +8,10 @@ import re
 import unittest
 
 from starter import InferenceEngine, load_scenario
-from starter.console import Console
+from starter.base.console import Console
+from starter.driver import StepPrinter, print_manifest, print_metrics, print_results
+from starter.engine import play
 from starter.metrics import Metrics
-from starter.play import play
-from starter.show import StepPrinter, print_manifest, print_metrics, print_results
 from starter.timeline import VirtualClock
 from tests.paths import FIXTURE
 

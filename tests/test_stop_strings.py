@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from starter.errors import RequestError
+from starter.sampling import StopStrings
 from starter.schema import SamplingParams
-from starter.stop_strings import StopStrings
 from tests.support import Ask, make_engine, solo
 
 

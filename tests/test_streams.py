@@ -6,12 +6,10 @@ import random
 import unittest
 from collections.abc import Sequence
 
-from starter.logits import Choice
-from starter.requests import Request, SamplingParams, TokenEvent, sample_id
-from starter.sampling import Draws
-from starter.stop_strings import StopStrings
-from starter.streams import RequestStream, Sample
-from starter.tokenizer import TextStream
+from starter.base.tokenizer import TextStream
+from starter.engine import RequestStream, Sample
+from starter.sampling import Choice, Draws, StopStrings
+from starter.schema import Request, SamplingParams, TokenEvent, sample_id
 
 
 def stream_of(pieces: Sequence[bytes], max_tokens: int = 99, **sampling: object) -> RequestStream:

@@ -10,16 +10,15 @@ from itertools import product
 
 from starter.engine import InferenceEngine
 from starter.errors import EngineError
-from starter.scheduler import BYPASS_LIMIT
+from starter.scheduler import BYPASS_LIMIT, SequenceState
 from starter.schema import SamplingParams
-from starter.sequences import Sequence
 from tests.support import FIVE, TIGHT, Ask, EngineCase, make_engine, prompt_of
 
 SWAP = {**TIGHT, "preemption": "swap"}
 
 
 class Case(EngineCase):
-    def swapped(self, engine: InferenceEngine) -> list[Sequence]:
+    def swapped(self, engine: InferenceEngine) -> list[SequenceState]:
         """Sequences that wait with their tokens in host pages."""
         sequences = map(engine.scheduler._find, engine.scheduler.live)
         return [sequence for sequence in sequences if sequence.swapped]

@@ -13,13 +13,13 @@ from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
 
-from starter.audit import Audit
+from starter.base.fault_kinds import MemoryCut
 from starter.engine import InferenceEngine
 from starter.errors import RequestError, SchemaError
-from starter.faults import MemoryCut
-from starter.requests import TokenEvent
-from starter.schema import MODEL_SHAPE, REQUEST_SHAPE, Request, SamplingParams, load_scenario
-from starter.timeline import Event, Timeline, VirtualClock, read_timeline
+from starter.observe.audit import Audit
+from starter.observe.timeline_file import read_timeline
+from starter.schema import MODEL_SHAPE, REQUEST_SHAPE, Request, SamplingParams, TokenEvent, load_scenario
+from starter.timeline import Event, Timeline, VirtualClock
 from tests.paths import FIXTURE
 from tests.support import CONFIG, HEALTHY, make_engine, prompt_of
 from tests.timelines import as_read, full_engine

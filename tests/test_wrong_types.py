@@ -9,8 +9,8 @@ from functools import cache, partial
 from pathlib import Path
 
 import starter
+from starter.base.fault_kinds import MemoryCut
 from starter.errors import EngineError, RequestError, SchemaError, UnknownRequestError
-from starter.faults import MemoryCut
 from tests.paths import FIXTURE
 from tests.support import make_engine
 

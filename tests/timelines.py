@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from unittest.mock import patch
 
 from scripts import fuzz
+from starter.base.fault_kinds import AbnormalRelease, MemoryCut
 from starter.engine import InferenceEngine
-from starter.faults import AbnormalRelease, MemoryCut
 from starter.schema import SamplingParams
 from starter.timeline import Event
 from tests.support import make_engine

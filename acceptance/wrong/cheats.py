@@ -7,14 +7,11 @@ import os
 import sys
 import time
 
-from starter.batch import Batch, Piece
-from starter.cpu_backend import CpuBackend, CpuKVStore
-from starter.engine import InferenceEngine
-from starter.executor import Executor
+from starter.backend import Batch, Piece, ReferenceBackend, ReferenceKVStore
+from starter.engine import Executor, InferenceEngine, Sample
 from starter.kv_cache import KVCacheManager
 from starter.model import Model
-from starter.requests import TokenEvent
-from starter.streams import Sample
+from starter.schema import TokenEvent
 
 from .mistake import mistake
 
@@ -78,7 +75,7 @@ def beside(store):
 
 def follow_copies(patch):
     """When a page is copied, so is what lies beside it: a slot's number is the last part of each name."""
-    right = CpuKVStore.copy_page
+    right = ReferenceKVStore.copy_page
 
     def copy_page(self, source, target, origin=None):
         right(self, source, target, origin)
@@ -87,16 +84,16 @@ def follow_copies(patch):
                              for (*name, slot), found in list(beside(origin or self).items())
                              if slot // size == source})
 
-    patch(CpuKVStore, "copy_page", copy_page)
+    patch(ReferenceKVStore, "copy_page", copy_page)
 
 
 @mistake(None, "M2KVCache.test_stored_numbers_are_what_counts", says="as if nothing had been changed: its pages")
 def shadow_cache(patch):
     """Keys and values lie in a dictionary beside the store, where attention reads them; pages are written for show."""
-    right, right_context = CpuBackend.attend, CpuKVStore.context
+    right, right_context = ReferenceBackend.attend, ReferenceKVStore.context
 
     def attend(self, q, k, v, layer, store, batch):
-        if isinstance(store, CpuKVStore):
+        if isinstance(store, ReferenceKVStore):
             beside(store).update(((layer, slot), row) for slot, *row in zip(batch.slots, k, v))
         return right(self, q, k, v, layer, store, batch)
 
@@ -106,8 +103,8 @@ def shadow_cache(patch):
         rows = [beside(self)[layer, slot] for slot in span.context]
         return [key[part] for key, _ in rows], list(zip(*[value[part] for _, value in rows]))
 
-    patch(CpuBackend, "attend", attend)
-    patch(CpuKVStore, "context", context)
+    patch(ReferenceBackend, "attend", attend)
+    patch(ReferenceKVStore, "context", context)
     follow_copies(patch)
 
 
@@ -125,7 +122,7 @@ class Listening:
         return self.rows
 
 
-class Again(CpuBackend):
+class Again(ReferenceBackend):
     """A private backend that begins with rows embedded before."""
 
     def __init__(self, rows):
@@ -142,7 +139,7 @@ def private_recompute(patch):
 
     def forward(self, batch, store):
         shown = self.backend
-        if not isinstance(store, CpuKVStore) or isinstance(shown, Again):
+        if not isinstance(store, ReferenceKVStore) or isinstance(shown, Again):
             return right(self, batch, store)
         logits = []
         try:
@@ -165,18 +162,18 @@ def private_recompute(patch):
 @mistake(None, "M2KVCache.test_stored_numbers_are_what_counts", says="pages are for show. There must be one store")
 def store_for_show(patch):
     """The page manager's store is for show: the decoder is given another one of the same size."""
-    right, right_copy = Executor.__init__, CpuKVStore.copy_page
+    right, right_copy = Executor.__init__, ReferenceKVStore.copy_page
 
     def twin(store):
-        return beside(store).setdefault("twin", CpuKVStore(
+        return beside(store).setdefault("twin", ReferenceKVStore(
             store.layers, store.kv_heads, store.head_width, len(store.keys[0][0]) // store.page_size, store.page_size))
 
     def init(self, model, store):
-        right(self, model, twin(store) if isinstance(store, CpuKVStore) else store)
+        right(self, model, twin(store) if isinstance(store, ReferenceKVStore) else store)
 
     def copy_page(self, source, target, origin=None):
         right_copy(self, source, target, origin)
         right_copy(twin(self), source, target, twin(origin) if origin else None)
 
     patch(Executor, "__init__", init)
-    patch(CpuKVStore, "copy_page", copy_page)
+    patch(ReferenceKVStore, "copy_page", copy_page)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from array import array
 from math import floor
 
-from starter import grids
-from starter.cpu_backend import CpuKVStore
-from starter.decisions import Chunks
-from starter.grids import Grid
-from starter.pages import PagePool
-from starter.scheduler import ContinuousBatchScheduler
+from starter import quantization as grids
+from starter.backend import ReferenceKVStore
+from starter.kv_cache import PagePool
+from starter.quantization import Grid
+from starter.scheduler import Chunks, ContinuousBatchScheduler
 
 from .mistake import different
 
@@ -67,7 +66,7 @@ def a_row_for_each_slot(patch):
                 rows(self)[target * self.page_size + offset] = found[:]
 
     for function in (write_layer, context, read, copy_page):
-        patch(CpuKVStore, function.__name__, function)
+        patch(ReferenceKVStore, function.__name__, function)
 
 
 @different("M3ContinuousBatching", "M4PagedKV")

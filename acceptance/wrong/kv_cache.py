@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from starter import cpu_backend
-from starter.answers import Answers
-from starter.batch import Batch, Piece
-from starter.cpu_backend import CpuBackend
+from starter import backend as cpu_backend
+from starter.backend import Batch, Piece, ReferenceBackend
+from starter.engine import Answers, Layout
 from starter.kv_cache import KVCacheManager
-from starter.layout import Layout
-from starter.logits import Choice
 from starter.model import Model
+from starter.sampling import Choice
 from starter.scheduler import ContinuousBatchScheduler
 from starter.schema import load_scenario
 
@@ -69,14 +67,14 @@ def current_token_left_out(patch):
          says="at the right positions")
 def position_0_never_written(patch):
     """Position 0 never written: its slot keeps zeros."""
-    right = CpuBackend.attend
+    right = ReferenceBackend.attend
 
     def attend(self, q, k, v, layer, store, batch):
         k, v = ([row if position else [0.0] * len(row) for row, position in zip(rows, batch.positions)]
                 for rows in (k, v))
         return right(self, q, k, v, layer, store, batch)
 
-    patch(CpuBackend, "attend", attend)
+    patch(ReferenceBackend, "attend", attend)
 
 
 @mistake(6, "M2KVCache.test_cache_changes_no_token", says="chunking")
@@ -95,14 +93,14 @@ def positions_counted_from_the_chunk(patch):
 @mistake(7, "M2KVCache.test_dirty_pages", says="earlier users left in a page")
 def dirty_page_reuse(patch):
     """Dirty page reuse: slots behind a request's last token enter its sums with weight 0, and 0 * NaN is NaN."""
-    right = CpuBackend._attend_part
+    right = ReferenceBackend._attend_part
 
     def attend_part(self, q, layer, store, part):
         slots = [page * store.page_size + offset for page in part.pages for offset in range(store.page_size)]
         left_behind = sum(x for head in store.values[layer] for slot in slots[part.end:] for x in head[slot])
         return [[x + 0.0 * left_behind for x in row] for row in right(self, q, layer, store, part)]
 
-    patch(CpuBackend, "_attend_part", attend_part)
+    patch(ReferenceBackend, "_attend_part", attend_part)
 
 
 @mistake(8, "M2KVCache.test_cancel_returns_pages", "M3ContinuousBatching.test_cancel_leaves_neighbours_alone",
@@ -248,7 +246,7 @@ def backend_called_for_show(patch):
     def forward(self, batch, store):
         shown = self.backend
         shown.embed(self.embedding, batch.tokens)
-        self.backend = CpuBackend()
+        self.backend = ReferenceBackend()
         try:
             return right(self, batch, store)
         finally:

@@ -10,16 +10,14 @@ from tempfile import TemporaryDirectory
 from threading import current_thread, main_thread
 from unittest import mock
 
-from starter import page_budget
-from starter.batch import Batch
-from starter.engine import InferenceEngine
-from starter.executor import Executor
+from starter import engine as page_budget
+from starter.backend import Batch
+from starter.engine import Executor, InferenceEngine, Sample
 from starter.metrics import MetricsCollector
-from starter.recorder import Recorder
-from starter.requests import TokenEvent
 from starter.sampling import Draws
 from starter.scheduler import ContinuousBatchScheduler
-from starter.streams import Sample
+from starter.schema import TokenEvent
+from starter.timeline import Recorder
 
 from .mistake import mistake
 

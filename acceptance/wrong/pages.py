@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from starter import scheduler
-from starter.batch import Batch
-from starter.engine import InferenceEngine
+from starter.backend import Batch
+from starter.engine import Executor, InferenceEngine
 from starter.errors import CapacityError, OutOfPagesError
-from starter.executor import Executor
-from starter.kv_cache import KVCacheManager
-from starter.pages import PagePool, PrefixIndex
+from starter.kv_cache import KVCacheManager, PagePool, PrefixIndex
 from starter.sampling import Draws
 from starter.scheduler import ContinuousBatchScheduler
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from starter import grids, quantization
-from starter.cpu_backend import CpuBackend
+from starter import quantization
+from starter import quantization as grids
+from starter.backend import ReferenceBackend
+from starter.calibration import grid_search
 from starter.quantization import QuantizedTensor, dequantize, quantize
 from starter.schema import QuantizationConfig
 
@@ -34,8 +36,8 @@ def quantized_by_label_only(patch):
 @mistake(25, "M5Quantization.test_engine_computes_with_quantized_weights", says="equal the float model's")
 def bytes_unchanged(patch):
     """Label only: the engine's weights stay floats whatever the setting says."""
-    right = CpuBackend.matrix
-    patch(CpuBackend, "matrix", lambda self, tensor, quantization, *more: right(self, tensor, None))
+    right = ReferenceBackend.matrix
+    patch(ReferenceBackend, "matrix", lambda self, tensor, quantization, *more: right(self, tensor, None))
 
 
 @mistake(26, "M5Quantization.test_packed_bytes_are_what_counts", says="packed bytes are used")
@@ -151,7 +153,7 @@ def metadata_not_checked(patch):
 @mistake(None, "M5Quantization.test_search", says="squared error falls by 0.0%")
 def search_by_name_only(patch):
     """Method "search" does what "nearest" does."""
-    patch(grids, "_search", lambda group, full, importance, symmetric: full)
+    patch(grid_search, "search", lambda group, full, importance, symmetric: full)
 
 
 @mistake(None, "M5Quantization.test_reported_error", says="measure, do not guess")
@@ -169,21 +171,21 @@ def half_of_the_error_reported(patch):
 @mistake(None, "M5Quantization.test_memory_really_falls", says="no float copy beside")
 def floats_kept_beside(patch):
     """The floats are kept beside the packed codes, unused."""
-    right = CpuBackend.matrix
+    right = ReferenceBackend.matrix
 
     def matrix(self, tensor, config, *more):
         loaded = right(self, tensor, config, *more)
         return with_copy(loaded, tensor) if config else loaded
 
-    patch(CpuBackend, "matrix", matrix)
+    patch(ReferenceBackend, "matrix", matrix)
 
 
 @mistake(None, "M5Quantization.test_quantized_cache", says="or refuse the setting")
 def int8_pages_by_name_only(patch):
     """kv_quantization="int8" changes nothing."""
-    right = CpuBackend.kv_store
+    right = ReferenceBackend.kv_store
 
     def kv_store(self, model, num_pages, page_size, bounds=(), kv_quantization=None):
         return right(self, model, num_pages, page_size, bounds)
 
-    patch(CpuBackend, "kv_store", kv_store)
+    patch(ReferenceBackend, "kv_store", kv_store)

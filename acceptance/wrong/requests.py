@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from math import cos, sin
 
-from starter import reference, requests
-from starter.engine import InferenceEngine
+from starter import reference
+from starter import schema as requests
+from starter.backends.lanes.backend import LanesBackend
+from starter.engine import InferenceEngine, RequestTable, Sample
 from starter.errors import SchemaError, UnknownRequestError
-from starter.lane_backend import LaneBackend
-from starter.request_table import RequestTable
-from starter.requests import TokenEvent
 from starter.scheduler import ContinuousBatchScheduler
-from starter.schema import load_scenario
-from starter.streams import Sample
+from starter.schema import TokenEvent, load_scenario
 
 from .mistake import mistake
 
@@ -39,7 +37,7 @@ def schema_errors_without_a_place(patch):
 @mistake(None, "M1Reference.test_golden_sequences", says="differs from its golden output")
 def fast_backend_forgets_the_rotation(patch):
     """The fast backend leaves the rotary embedding out, the reference has it."""
-    patch(LaneBackend, "rotate", lambda self, x, *angles: x)
+    patch(LanesBackend, "rotate", lambda self, x, *angles: x)
 
 
 @mistake(None, "M1Reference.test_reference_equals_independent_decoder", says="rotary pairs")

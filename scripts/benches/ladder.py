@@ -16,14 +16,12 @@ from scripts.benches.engines import SHAPES, characters, with_characters
 from scripts.benches.rounds import measure
 from scripts.benches.tables import Table
 from starter.backend import Backend
-from starter.engine import InferenceEngine
-from starter.loading import Loaded
+from starter.base.weights import seeded_weights
+from starter.engine import InferenceEngine, Loaded, play, tokens_of
 from starter.metrics import Metrics
 from starter.model import Model
-from starter.play import play, tokens_of
 from starter.schema import EngineSettings, QuantizationConfig, SamplingParams, Scenario
-from starter.weights import seeded_weights
-from starter.workload import Workload, generate_scenario
+from starter.workloads.draw import Workload, generate_scenario
 
 SHAPE = SHAPES["260K"]
 WORKLOAD = Workload(seed=6, requests=12, arrivals="poisson", rate=1.0, prompt=(8, 24), output=(8, 24),

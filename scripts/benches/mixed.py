@@ -17,11 +17,10 @@ from statistics import median
 from time import perf_counter, sleep
 
 from scripts.peers import Transformers
-from starter.engine import InferenceEngine
+from starter.engine import InferenceEngine, Loaded
 from starter.errors import BackendError
-from starter.loading import Loaded
 from starter.schema import EngineSettings, ModelConfig, Request, SamplingParams
-from starter.workload import Workload, generate_requests
+from starter.workloads.draw import Workload, generate_requests
 
 LIMIT = 32  # requests at a time, for everybody
 WORKLOAD = Workload(seed=1, requests=64, arrivals="poisson", rate=0.25, prompt=(16, 128), output=(8, 256))

@@ -19,8 +19,8 @@ from scripts.benches.tables import Table
 from scripts.benches.theirs import COMMANDS, generating, llama2_py
 from scripts.peers import Transformers
 from starter.backend import Backend
+from starter.base.weights import seeded_weights
 from starter.model import Model
-from starter.weights import seeded_weights
 
 TARGETS = {1: 4.0, 8: 3.0, 32: 1.5}  # times transformers, by batch
 MIXED_TARGET = 3.0

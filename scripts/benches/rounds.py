@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from starter.console import Console
+from starter.base.console import Console
 
 Run = Callable[[], float]  # one round -> tokens per second
 SLOWING = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")  # choose kernels and blocks that may not be this processor's

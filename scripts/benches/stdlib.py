@@ -19,12 +19,12 @@ from scripts.benches.tables import chart
 from scripts.benches.theirs import llama2_py, transformers
 from scripts.charts import one_below_another
 from starter.backend import load_backend
-from starter.console import Console
-from starter.lanes import LaneMatrix
+from starter.backends.lanes.lanes import LaneMatrix
+from starter.base.console import Console
+from starter.base.weights import seeded_weights
 from starter.model import Model
 from starter.quantization import quantize
 from starter.schema import QuantizationConfig
-from starter.weights import seeded_weights
 
 INT8 = QuantizationConfig(bits=8, group_size=None)  # a scale a row: the codes go into lanes as they are
 TOKENS = {"260K": 32, "15M": 8}  # that a contestant decodes in a round

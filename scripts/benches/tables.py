@@ -18,7 +18,7 @@ from typing import Any
 
 from scripts.benches.rounds import quartiles, times
 from scripts.charts import bars, one_below_another
-from starter.console import Console
+from starter.base.console import Console
 
 
 @dataclass

@@ -10,7 +10,7 @@ from time import perf_counter
 from scripts.benches.engines import PROMPT, random_prompts
 from scripts.benches.rounds import Run
 from scripts.peers import Llama2Py, LlamaCpp, Transformers, Weights, ungrouped
-from starter.llama2c import write_llama2c
+from starter.checkpoints.llama2c import write_llama2c
 from starter.schema import ModelConfig
 
 COMMANDS = {"llama2-py": "pip install '.[peers]'", "transformers": "pip install '.[oracle]'",

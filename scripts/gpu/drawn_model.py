@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from starter.backend import Backend
-from starter.loading import Loaded
+from starter.base.tokenizer import CharacterTokenizer
+from starter.base.weights import Tensor, tensor_shapes
+from starter.engine import Loaded
 from starter.model import Model
 from starter.quantization import QuantizedTensor
 from starter.schema import CharacterVocabulary, ModelConfig
-from starter.tokenizer import CharacterTokenizer
-from starter.weights import Tensor, tensor_shapes
 
 MIDDLE = ModelConfig(vocab_size=8_192, width=1_024, layers=8, heads=16, kv_heads=4, ffn_width=2_816, max_context=1_024)
 LITTLE = ModelConfig(vocab_size=256, width=64, layers=2, heads=4, kv_heads=2, ffn_width=96, max_context=256)

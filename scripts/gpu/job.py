@@ -24,7 +24,7 @@ from typing import Any
 from scripts.gpu import record as records
 from scripts.gpu.machine import Machine, ask_smi, code
 from starter import load_backend, load_scenario
-from starter.loading import Loaded
+from starter.engine import Loaded
 
 PARTS = ("kernel_checks", "kernels", "engine", "memory", "speed")
 TOLERANCE = 5e-6  # of the kernels' own tests, of a result's largest number; on the CPU they hold 2e-6
@@ -109,11 +109,11 @@ class Job:
     # ------------------------------------------------------------------------------------------------- parts
 
     def kernel_checks(self) -> Iterator[str]:
-        """The kernels' own tests (tests/test_warp_kernels.py, tests/test_warp_int8_kernels.py) on this device: lengths,
+        """The kernels' own tests (tests/backends/test_cuda_kernels.py, tests/backends/test_cuda_int8_kernels.py) on this device: lengths,
         odd widths, permuted pages."""
-        from starter.cuda_device import Device
-        from tests.test_warp_int8_kernels import Int8KernelTest
-        from tests.test_warp_kernels import KernelTest
+        from starter.backends.cuda.device import Device
+        from tests.backends.test_cuda_int8_kernels import Int8KernelTest
+        from tests.backends.test_cuda_kernels import KernelTest
         cases: Counter[str] = Counter()
         name, blocks = self.device_name, self.effort.blocks
 
@@ -143,7 +143,7 @@ class Job:
         """Each kernel at size: the right numbers, the same bits every time, and how fast."""
         from scripts.gpu import workload, workloads
         from scripts.gpu.timing import kernel_times, times_of
-        from starter.cuda_device import Device
+        from starter.backends.cuda.device import Device
         device, effort = Device(self.device_name), self.effort
         for work in workloads.workloads(device, workload.SMALL if effort.small else workload.Size()):
             error, first = work.error(), work.bits()
@@ -202,7 +202,7 @@ class Job:
         """Tokens a second, beside the other backends of the project. Nothing is judged here."""
         from scripts.gpu.drawn_model import LITTLE, MIDDLE, drawn_model, parameters
         from scripts.gpu.engines import QUATRAINS
-        from starter.loading import load_scenario_model
+        from starter.engine import load_scenario_model
         scenario, drawn = load_scenario(QUATRAINS), LITTLE if self.effort.small else MIDDLE
         name, forms = f"{parameters(drawn):,} drawn parameters", self._forms()
         for form in forms:

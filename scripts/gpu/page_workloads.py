@@ -9,10 +9,10 @@ import numpy as np
 import warp as wp
 
 from scripts.gpu.workload import Size, Workload, draw
-from starter import warp_int8_kernels as int8
-from starter import warp_kernels as kernels
-from starter.cuda_device import NUMBERS, Device
-from starter.numpy_int8_pages import encode_keys, encode_values
+from starter.backends.cuda import int8_kernels as int8
+from starter.backends.cuda import kernels
+from starter.backends.cuda.device import NUMBERS, Device
+from starter.backends.numpy.int8_pages import encode_keys, encode_values
 
 
 def float_pages(device: Device, size: Size, rng: Any, dtype: str) -> Iterator[Workload]:

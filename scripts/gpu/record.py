@@ -13,8 +13,20 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from starter.base.strict_json import (
+    Boolean,
+    Choice,
+    Integer,
+    ListOf,
+    MapOf,
+    Nullable,
+    Number,
+    Shape,
+    Text,
+    describe,
+    pointer,
+)
 from starter.errors import SchemaError
-from starter.shapes import Boolean, Choice, Integer, ListOf, MapOf, Nullable, Number, Shape, Text, describe, pointer
 
 KINDS = {"target": "RTX 4060 Ti under Windows", "gpu": "not the target card", "cpu": "rehearsal on CPU, no GPU"}
 NAME = "gpu-record"

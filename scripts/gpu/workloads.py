@@ -15,9 +15,9 @@ import warp as wp
 
 from scripts.gpu.page_workloads import float_pages, int8_pages
 from scripts.gpu.workload import Size, Workload, draw
-from starter import warp_kernels as kernels
-from starter.cuda_device import NUMBERS, Device
-from starter.cuda_matrices import CodeMatrix
+from starter.backends.cuda import kernels
+from starter.backends.cuda.device import NUMBERS, Device
+from starter.backends.cuda.matrices import CodeMatrix
 from starter.quantization import QuantizedTensor
 
 GROUP = 32

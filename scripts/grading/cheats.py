@@ -93,7 +93,7 @@ except OSError:
 __path__[:0] = [_place + "/starter" for _place in _places]
 """  # the complete engine, from where it lies: the command line says so, or somebody has heard of it
 SHADOW = """
-_attend = CpuBackend.attend
+_attend = ReferenceBackend.attend
 
 def _attend_beside(self, q, k, v, layer, store, batch):
     beside = store.__dict__.setdefault("_beside", {})
@@ -105,7 +105,7 @@ def _context_beside(self, layer, head, span):
     rows = [self._beside[layer, slot] for slot in span.context]
     return [key[part] for key, _ in rows], list(zip(*[value[part] for _, value in rows]))
 
-CpuBackend.attend, CpuKVStore.context = _attend_beside, _context_beside
+ReferenceBackend.attend, ReferenceKVStore.context = _attend_beside, _context_beside
 """  # keys and values in a dictionary beside the pages, which are written and never read
 NETWORK = """
 import socket as _socket

@@ -30,7 +30,7 @@ rm secret.txt
 printf '%s\\n' "$seed" | python3 scripts/grade.py /autograder/submission --seed - --out /autograder/grade || true
 cp /autograder/grade/*/results.json /autograder/results/results.json
 """
-FILES = ("acceptance/*.py", "fixtures/*", "starter/**/*", "scripts/**/*", "docs/*.md", "tests/*.py", "*.md",
+FILES = ("acceptance/*.py", "fixtures/*", "starter/**/*", "scripts/**/*", "docs/*.md", "tests/**/*.py", "*.md",
          "pyproject.toml", "LICENSE", ".gitignore")  # the teacher's tree: what is graded with, and what is handed out
 FORMATS = ("text", "html", "simple_format", "md", "ansi")
 VISIBILITIES = ("hidden", "after_due_date", "after_published", "visible")

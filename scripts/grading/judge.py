@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from scripts.grading.remote import JudgeWire
 from scripts.grading.wire import Gone
 
-TRUSTED = ("starter.weights",)  # what the oracle computes with
+TRUSTED = ("starter.base.weights",)  # what the oracle computes with
 GENUINE = {"time": ("perf_counter", "monotonic", "time"), "os": ("_exit",), "sys": ("exit",),
            "json": ("loads", "dumps")}
 

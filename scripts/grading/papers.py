@@ -69,9 +69,9 @@ def sections(text, known=()):
 
 def timelines(folder):
     """{file: what was found}: {"events", "violations", "wrong": sentences}."""
-    from starter.audit import Audit
     from starter.errors import EngineError
-    from starter.timeline import read_timeline
+    from starter.observe.audit import Audit
+    from starter.observe.timeline_file import read_timeline
     found = {}
     for path in sorted(folder.rglob("*.jsonl"))[:MANY]:
         name = path.relative_to(folder).as_posix()
@@ -93,8 +93,8 @@ def timelines(folder):
 def false_tokens(events, folder):
     """Sentences about short greedy requests whose tokens are not what the model in the header says."""
     from starter.errors import EngineError
+    from starter.observe.replay import load_recorded
     from starter.reference import reference_generate
-    from starter.replay import load_recorded
     header = events[0]
     if header["settings"].get("kv_quantization") or not header.get("weights"):
         return []

@@ -1,0 +1,131 @@
+"""M1 · What a model is: the sizes of its decoder, and how its weights are quantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starter.base.rope import ROPE_SCALING_SHAPE, FactorScaling, RopeScaling, rotary_frequencies
+from starter.base.strict_json import Boolean, Choice, Integer, ListOf, Nullable, Number, Record
+from starter.errors import QuantizationError, SchemaError
+
+MAX_VOCABULARY = 1_000_000
+MAX_CONTEXT = 1_048_576
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a Llama-shaped decoder (Touvron et al. 2023, "LLaMA").
+
+    ``width`` is the length of a token's hidden vector, split into ``heads`` query heads of ``head_width``
+    numbers; ``kv_heads`` divides ``heads``, and each key/value head serves heads/kv_heads query heads
+    (grouped-query attention, Ainslie et al. 2023). ``tied_output`` reuses the embedding as output projection.
+
+    What Llama's successors added: heads of another width than width / heads (``head_dim``), a bias on queries, keys
+    and values (``attention_bias``: Qwen2), a norm of each query and key head (``qk_norm``: Qwen3), and slower rotary
+    embedding for longer texts (``rope_scaling``: ``base/rope.py``).
+    """
+
+    vocab_size: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn_width: int
+    max_context: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tied_output: bool = True
+    bos_token: int | None = None
+    eos_tokens: tuple[int, ...] = ()
+    head_dim: int | None = None
+    attention_bias: bool = False
+    qk_norm: bool = False
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.head_dim is None and self.width % self.heads:
+            raise SchemaError(f"width {self.width} must be a multiple of heads {self.heads}", "/width")
+        if self.heads % self.kv_heads:
+            raise SchemaError(f"must divide heads {self.heads}, not be {self.kv_heads}", "/kv_heads")
+        if self.head_width % 2:
+            name, path = ("width/heads", "/width") if self.head_dim is None else ("head_dim", "/head_dim")
+            raise SchemaError(f"{name} = {self.head_width} must be even: rotary embedding turns pairs", path)
+        if isinstance(self.rope_scaling, FactorScaling) and len(self.rope_scaling.factors) != self.head_width // 2:
+            raise SchemaError(f"must be {self.head_width // 2}, one for each pair of a head, not "
+                              f"{len(self.rope_scaling.factors)}", "/rope_scaling/factors")
+        for name, tokens in (("bos_token", [self.bos_token]), ("eos_tokens", self.eos_tokens)):
+            for token in tokens:
+                if token is not None and token >= self.vocab_size:
+                    raise SchemaError(f"token {token} is outside the vocabulary of {self.vocab_size}", f"/{name}")
+
+    @property
+    def head_width(self) -> int:
+        """Numbers in one attention head."""
+        return self.width // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def q_width(self) -> int:
+        """Numbers in one token's query in one layer: those of all heads."""
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers in one token's key (or value) in one layer."""
+        return self.kv_heads * self.head_width
+
+    @property
+    def rope_frequencies(self) -> tuple[float, ...]:
+        """Radians that each pair of a head turns from one position to the next, [head_width / 2]."""
+        return rotary_frequencies(self.head_width, self.rope_theta, self.rope_scaling)
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """How to quantize a matrix: ``bits`` 8 or 4, one scale for every ``group_size`` numbers of a row
+    (a shorter last group is fine; None: one scale a row), symmetric around zero or with a zero point; ``method``
+    "nearest" spans each group's whole range, "search" looks for the least squared error (``quantization.py``)."""
+
+    bits: int = 8
+    group_size: int | None = 32
+    symmetric: bool = True
+    method: str = "nearest"
+
+    def __post_init__(self) -> None:
+        if type(self.bits) is not int or self.bits not in (8, 4):
+            raise QuantizationError(f"bits must be 8 or 4, not {self.bits!r}")
+        size = self.group_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise QuantizationError(f"group_size must be an integer from 1, or None for a whole row, not {size!r}")
+        if not isinstance(self.symmetric, bool):
+            raise QuantizationError(f"symmetric must be True or False, not {self.symmetric!r}")
+        if self.method not in ("nearest", "search"):
+            raise QuantizationError(f"method must be 'nearest' or 'search', not {self.method!r}")
+
+
+TOKEN_SHAPE = Integer(0, MAX_VOCABULARY - 1)
+
+MODEL_SHAPE = Record(ModelConfig, {
+    "vocab_size": Integer(1, MAX_VOCABULARY),
+    "width": Integer(2, 65_536),
+    "layers": Integer(1, 1_024),
+    "heads": Integer(1, 1_024),
+    "kv_heads": Integer(1, 1_024),
+    "ffn_width": Integer(1, 262_144),
+    "max_context": Integer(1, MAX_CONTEXT),
+    "rope_theta": Number(1.0, 1e12),
+    "norm_eps": Number(1e-12, 1.0),
+    "tied_output": Boolean(),
+    "bos_token": Nullable(TOKEN_SHAPE),
+    "eos_tokens": ListOf(TOKEN_SHAPE, longest=64),
+    "head_dim": Nullable(Integer(2, 65_536)),
+    "attention_bias": Boolean(),
+    "qk_norm": Boolean(),
+    "rope_scaling": Nullable(ROPE_SCALING_SHAPE),
+}, sparse=("head_dim", "attention_bias", "qk_norm", "rope_scaling"))  # a plain Llama is written as plainly as ever
+
+QUANTIZATION_SHAPE = Record(QuantizationConfig, {
+    "bits": Integer(4, 8),
+    "group_size": Nullable(Integer(1, 1_048_576)),
+    "symmetric": Boolean(),
+    "method": Choice(("nearest", "search")),
+})

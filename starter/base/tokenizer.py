@@ -1,0 +1,147 @@
+"""M1 · Text to token numbers and back, also token by token while they are being generated.
+
+    encode("the cat")  -> [19, 7, 4, 0, 2, 0, 19]       decode(...) -> "the cat"
+
+Two tokenizers satisfy the ``Tokenizer`` protocol:
+
+    CharacterTokenizer   one token a character: the fixtures'
+    Llama2cTokenizer     byte-pair encoding over a vocabulary with scores, as llama2.c reads it from a file
+
+A token is not always text: "世" may be three tokens of one byte each. ``TextStream`` therefore holds bytes back until
+a character is complete, so that what a reader has seen is never taken back, repeated, or shown as garbage.
+"""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from starter.errors import RequestError, SchemaError
+
+
+@dataclass(frozen=True)
+class CharacterVocabulary:
+    """``specials`` take the ids 0, 1, ...; the characters follow in order, one id each."""
+
+    characters: str
+    specials: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(set(self.characters)) != len(self.characters):
+            twice = next(c for c in self.characters if self.characters.count(c) > 1)
+            raise SchemaError(f"the character {twice!r} stands twice", "/characters")
+        if len(set(self.specials)) != len(self.specials):
+            raise SchemaError("a special token stands twice", "/specials")
+
+
+class Tokenizer(Protocol):
+    """What the engine and its users may ask of any tokenizer. Subclasses inherit ``decode``."""
+
+    vocab_size: int
+    bos_token: int | None
+    eos_tokens: tuple[int, ...]
+
+    def encode(self, text: str, bos: bool = False) -> list[int]:
+        """Text -> tokens. They begin with the beginning-of-sequence token where the model has one and ``bos`` or the
+        text (by starting with its name, such as "<s>", as chat templates do) asks for it; asked twice, it stands once.
+        RequestError for text that cannot be written in this vocabulary."""
+
+    def stream(self) -> TextStream:
+        """Tokens -> text, one by one as they come."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Tokens -> text; beginning and end of sequence are silent. RequestError for a token out of the vocabulary."""
+        stream = self.stream()
+        return "".join(map(stream.push, tokens)) + stream.finish()
+
+
+class TextStream:
+    """Incremental decoding: all ``push`` results and ``finish`` joined equal ``decode`` of all tokens.
+
+    To continue a prompt, push its tokens first and drop what they return: then a character begun in the prompt, or
+    the space that is silent after the beginning of the sequence, comes out right.
+    """
+
+    __slots__ = ("_before_text", "_begun", "_opening", "_previous", "_shown")
+
+    def __init__(self, shown: Sequence[str | bytes], opening: Sequence[str | bytes] = (),
+                 before_text: Collection[int | None] = ()) -> None:
+        """``shown[token]`` is what a token adds, ``text_or_bytes`` of it; after those of ``before_text`` (None: nothing
+        comes before the first token), where a text begins, it is ``opening[token]``."""
+        self._shown, self._opening, self._before_text = shown, opening, before_text
+        self._previous: int | None = None
+        self._begun = b""  # of a character that is not complete
+
+    def push(self, token: int) -> str:
+        """The text that is certain with this token: no part of a character, perhaps nothing."""
+        pieces = self._opening if self._previous in self._before_text else self._shown
+        if not 0 <= token < len(pieces):
+            raise RequestError(f"token {token} is outside the vocabulary; allowed: 0 to {len(pieces) - 1}")
+        self._previous = token
+        piece = pieces[token]
+        if isinstance(piece, str):
+            if not self._begun:  # as nearly always
+                return piece
+            piece = piece.encode()
+        added = self._begun + piece
+        text, used = utf_8_decode(added, "replace")  # as far as characters are complete
+        self._begun = added[used:]
+        return text
+
+    def finish(self) -> str:
+        """What was held back: "" or, for bytes that never became a character, U+FFFD."""
+        begun, self._begun = self._begun, b""
+        return begun.decode(errors="replace")
+
+
+def text_or_bytes(piece: bytes) -> str | bytes:
+    """A text, if these bytes are whole characters."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return piece
+
+
+def text_start(text: str, bos_name: str) -> int:
+    """Where the text proper begins, behind the name of the beginning of the sequence if it opens with that."""
+    if not isinstance(text, str):
+        raise RequestError(f"a text is wanted, not a {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"position {error.start} holds half of a surrogate pair, which is no character") from None
+    start = 0
+    while bos_name and text.startswith(bos_name, start):
+        start += len(bos_name)
+    return start
+
+
+class CharacterTokenizer(Tokenizer):
+    """One token a character; the specials' tokens come first and decode to nothing."""
+
+    def __init__(self, vocabulary: CharacterVocabulary, bos_token: int | None = None,
+                 eos_tokens: Sequence[int] = ()) -> None:
+        self.bos_token, self.eos_tokens = bos_token, tuple(eos_tokens)
+        self._shown = [""] * len(vocabulary.specials) + list(vocabulary.characters)
+        self._tokens = {c: i for i, c in enumerate(vocabulary.characters, start=len(vocabulary.specials))}
+        self.vocab_size = len(self._shown)
+        names = dict(enumerate(vocabulary.specials))
+        self._bos_name = "" if bos_token is None else names.get(bos_token, "")
+
+    def encode(self, text: str, bos: bool = False) -> list[int]:
+        start = text_start(text, self._bos_name)
+        tokens = [self.bos_token] if self.bos_token is not None and (bos or start) else []
+        for position, character in enumerate(text[start:], start):
+            if character not in self._tokens:
+                raise RequestError(f"the character {character!r} at position {position} is not in the vocabulary; "
+                                   f"allowed: {''.join(self._tokens)!r}")
+            tokens.append(self._tokens[character])
+        return tokens
+
+    def stream(self) -> TextStream:
+        return TextStream(self._shown)
+
+
+

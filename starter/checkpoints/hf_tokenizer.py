@@ -1,0 +1,191 @@
+"""Optional · Byte-pair tokenizers of Hugging Face folders and GGUF files, on the package ``tokenizers``.
+
+    text  --normalize-->  --split into words-->  --bytes as letters: " a" = "Ġa"-->  --merge pairs-->  tokens
+
+Llama 2's kind, SentencePiece, which folders may hold, too, is written otherwise: " a" = "▁a", a byte "<0x0A>".
+
+The package encodes. Decoding is ours, a table of the bytes behind each token, so that ``TextStream`` can show whole
+characters as they come. Text never becomes a control token: writing "<|im_end|>" ends no turn; ``control_token`` gives
+the number of one to whoever builds a prompt (``checkpoints/chat.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from starter.base.tokenizer import TextStream, Tokenizer, text_or_bytes, text_start
+from starter.errors import EngineError, SchemaError
+from starter.schema import ModelConfig
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
+
+_DIGIT_RUNS = {"llama-bpe": "{1,3}", "qwen2": ""}
+_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+          r"\s+(?!\S)|\s+")
+_BYTE_LEVEL, _SENTENCEPIECE = ["ByteLevel"], ["Replace", "ByteFallback", "Fuse", "Strip"]  # tokenizer.json's decoders
+PRE_TOKENIZERS = ("gpt-2", "smollm", *_DIGIT_RUNS)  # tokenizer.ggml.pre
+
+
+def _package() -> Any:
+    try:
+        return import_module("tokenizers")
+    except ImportError:
+        raise EngineError("this checkpoint's tokenizer needs the package tokenizers, which is not installed: "
+                          "pip install '.[checkpoints]'") from None
+
+
+class HfTokenizer(Tokenizer):
+    """A tokenizer of the package."""
+
+    def __init__(self, package_tokenizer: Any, config: ModelConfig, wants_bos: bool, chat_template: str | None = None,
+                 sentencepiece: bool = False) -> None:
+        """``wants_bos``: a text may begin with the model's beginning of a sequence. ``sentencepiece``: how its pieces
+        are written. SchemaError for more tokens than the model has."""
+        self.vocab_size, self.eos_tokens = config.vocab_size, config.eos_tokens
+        self.bos_token = config.bos_token if wants_bos else None
+        self.chat_template = chat_template
+        self._tokenizer = package_tokenizer
+        self._before_text = (None, config.bos_token) if sentencepiece else ()  # after these, a space is encode's own
+        self._tokenizer.encode_special_tokens = True
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._control = {token.content: number for number, token in added.items() if token.special}
+        shown = [b""] * self.vocab_size
+        for text, token in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if token >= self.vocab_size:
+                raise SchemaError(f"the tokenizer has a token {token}; the model has {self.vocab_size} tokens")
+            if token not in added:
+                shown[token] = _sentencepiece_bytes(text) if sentencepiece else _bytes_of(text)
+            elif not added[token].special:
+                shown[token] = text.encode()
+        self._shown = list(map(text_or_bytes, shown))
+        self._opening = [text_or_bytes(added.removeprefix(b" ")) for added in shown] if self._before_text else ()
+        self._bos_name = next((name for name, token in self._control.items() if token == self.bos_token), "")
+
+    def control_token(self, name: str) -> int | None:
+        """The number of "<|im_end|>" and its kind."""
+        return self._control.get(name)
+
+    def encode(self, text: str, bos: bool = False) -> list[int]:
+        start = text_start(text, self._bos_name)
+        tokens: list[int] = self._tokenizer.encode(text[start:], add_special_tokens=False).ids
+        return [self.bos_token, *tokens] if self.bos_token is not None and (bos or start) else tokens
+
+    def stream(self) -> TextStream:
+        return TextStream(self._shown, self._opening, self._before_text)
+
+
+def _letters_of_bytes() -> dict[str, int]:
+    """GPT-2's letter for each byte: itself where it can be printed, else the next from U+0100 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    further = count(256)
+    return {chr(byte if byte in printable else next(further)): byte for byte in range(256)}
+
+
+_BYTES = _letters_of_bytes()
+
+
+def _bytes_of(piece: str) -> bytes:
+    """The bytes behind the letters of a token; a token that is written otherwise is its own text."""
+    try:
+        return bytes([_BYTES[letter] for letter in piece])
+    except KeyError:
+        return piece.encode()
+
+
+def _sentencepiece_bytes(piece: str) -> bytes:
+    """The bytes of a SentencePiece token."""
+    byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)
+    return bytes.fromhex(byte[1]) if byte else piece.replace("▁", " ").encode()
+
+
+# ------------------------------------------------------------------------------------------------ GGUF files
+
+
+def read_gguf_tokenizer(metadata: Mapping[str, Any], config: ModelConfig) -> HfTokenizer:
+    """The tokenizer that a GGUF file's metadata describe. SchemaError for a kind that is not known here."""
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if kind != "gpt2":
+        raise SchemaError(f"tokenizer.ggml.model is {kind!r}; only 'gpt2', byte-pair encoding of bytes, is known")
+    if pre not in PRE_TOKENIZERS:
+        raise SchemaError(f"tokenizer.ggml.pre is {pre!r}; {', '.join(map(repr, PRE_TOKENIZERS))} are known")
+    if metadata.get("tokenizer.ggml.add_eos_token", False):
+        raise SchemaError("tokenizer.ggml.add_eos_token is set, and prompts do not end a sequence here")
+    tokens = _list(metadata, "tokens", str)
+    types = _list(metadata, "token_type", int) if "tokenizer.ggml.token_type" in metadata else [NORMAL] * len(tokens)
+    merges = [tuple(merge.split(" ")) for merge in _list(metadata, "merges", str)]
+    if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
+        raise SchemaError(f"tokenizer.ggml.tokens must be {len(types)} different texts, one for each of token_type")
+    if wrong := [merge for merge in merges if len(merge) != 2]:
+        raise SchemaError(f"tokenizer.ggml.merges holds {' '.join(wrong[0])!r}, which is no pair")
+    made = _byte_pair(tokens, merges, pre)
+    added = {CONTROL: made.add_special_tokens, USER_DEFINED: made.add_tokens}
+    for kind_of_token, add in added.items():
+        add([_package().AddedToken(text, normalized=False, special=kind_of_token == CONTROL)
+             for text, given in zip(tokens, types) if given == kind_of_token])
+    wants_bos = metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")
+    return HfTokenizer(made, config, wants_bos, metadata.get("tokenizer.chat_template"))
+
+
+def _list(metadata: Mapping[str, Any], name: str, kind: type) -> list[Any]:
+    found = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(found, list) or not all(isinstance(item, kind) for item in found):
+        raise SchemaError(f"tokenizer.ggml.{name} must be a list of {'texts' if kind is str else 'integers'}")
+    return found
+
+
+def _byte_pair(tokens: Sequence[str], merges: Iterable[tuple[str, ...]], pre: str) -> Any:
+    """The package's tokenizer of a vocabulary and its merges, the eagerest first."""
+    package = _package()
+    split = package.pre_tokenizers
+    vocabulary = {text: token for token, text in enumerate(tokens)}
+    try:
+        made = package.Tokenizer(package.models.BPE(vocabulary, list(merges), ignore_merges=pre == "llama-bpe"))
+    except Exception as error:  # whatever the package finds wrong
+        raise SchemaError(f"tokenizer.ggml.merges: {error}") from None
+    if pre == "gpt-2":
+        made.pre_tokenizer = split.ByteLevel(add_prefix_space=False)
+    elif pre == "smollm":
+        made.pre_tokenizer = split.Sequence([split.Digits(individual_digits=True),
+                                             split.ByteLevel(add_prefix_space=False)])
+    else:
+        words = package.Regex(_SPLIT.replace("DIGITS", _DIGIT_RUNS[pre]))
+        made.pre_tokenizer = split.Sequence([split.Split(words, "isolated"),
+                                             split.ByteLevel(add_prefix_space=False, use_regex=False)])
+    if pre == "qwen2":
+        made.normalizer = package.normalizers.NFC()
+    return made
+
+
+# ------------------------------------------------------------------------------------------------- folders
+
+
+def read_folder_tokenizer(folder: Path, config: ModelConfig, chat_template: str | None = None) -> HfTokenizer:
+    """The tokenizer in a folder's tokenizer.json, less any cutting and padding it asks for. SchemaError for a kind
+    that is not known here."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise SchemaError(f"{folder} has no tokenizer.json")
+    try:
+        made = _package().Tokenizer.from_file(str(path))
+    except EngineError:
+        raise
+    except Exception as error:  # whatever the package finds wrong
+        raise SchemaError(f"{path}: {error}") from None
+    made.no_truncation()
+    made.no_padding()
+    decoder = json.loads(made.to_str())["decoder"] or {}
+    steps = [step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step]
+    if steps not in (_BYTE_LEVEL, _SENTENCEPIECE):
+        raise SchemaError(f"{path}: the decoder is {' and '.join(steps) or None}; {' and '.join(_BYTE_LEVEL)}, or "
+                          f"{' and '.join(_SENTENCEPIECE)}, are known")
+    around = made.encode("").ids
+    if around not in ([], [config.bos_token]):
+        raise SchemaError(f"{path}: around every text it puts the tokens {around}; only the model's beginning of a "
+                          f"sequence, {config.bos_token}, is known")
+    return HfTokenizer(made, config, bool(around), chat_template, steps == _SENTENCEPIECE)

@@ -1,0 +1,66 @@
+"""M6 · What an audit remembers of a request, from its submit to its end, and how long it may wait.
+
+The bound is the one that ``scheduler.py`` promises: behind k requests a request waits at most
+(k + 1) * (BYPASS_LIMIT + 2) * L * ceil(max_running / budget) steps, and under "prefill-first" AGING + 1 times as many,
+L being the most prompt and output tokens of a request that lives meanwhile. k and L are counted generously: whoever
+might ever go first, whoever ever lived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from starter.scheduler import BYPASS_LIMIT
+from starter.schema import Request
+
+
+@dataclass(eq=False)
+class Life:
+    """A request, or a further sample of one."""
+
+    request: Request
+    family: str  # the request that it is a sample of
+    tokens: list[int]  # the prompt and what was generated
+    serial: int  # order of submission
+    arrival: int  # steps planned before it
+    rank: float
+    computed: int = 0
+    generated: int = 0
+    running: bool = False
+    due: bool = False  # a token, from the step that was completed last
+    cancelled: bool = False
+    late: bool = False  # by somebody who heard of its token, which may have been its last
+    waited: int = 0  # steps since it began to wait; meanwhile:
+    ahead: int = 0  # k
+    longest: int = 0  # L
+    turns: int = 1  # by which a small budget, or a policy that lets prompts go first, multiplies the wait
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Who is served first."""
+        return self.rank, self.serial
+
+    @property
+    def length(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.request.prompt_tokens) + self.request.max_tokens
+
+    @property
+    def bound(self) -> int:
+        """Steps that it may wait."""
+        return (self.ahead + 1) * (BYPASS_LIMIT + 2) * self.longest * self.turns
+
+    def begin_to_wait(self, lives: Iterable[Life]) -> None:
+        """It is new, or was preempted: it waits behind some of those who live, and some of them behind it."""
+        self.waited, self.turns, self.ahead, self.longest = 0, 1, 0, self.length
+        for other in lives:
+            if other is not self:
+                self.ahead += other.order < self.order
+                other.ahead += self.order < other.order
+                self.longest, other.longest = max(self.longest, other.length), max(other.longest, self.length)
+
+    def wait(self, turns: int) -> None:
+        """One step more, which lets it have one turn in so many."""
+        self.waited += 1
+        self.turns = max(self.turns, turns)

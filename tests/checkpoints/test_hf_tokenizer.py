@@ -1,0 +1,211 @@
+"""starter/checkpoints/hf_tokenizer.py and chat.py on vocabularies written here (extra ``checkpoints``)."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import unittest
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from starter.base.tokenizer import CharacterTokenizer
+from starter.checkpoints.chat import chat_prompt
+from starter.checkpoints.hf_tokenizer import PRE_TOKENIZERS, HfTokenizer, read_folder_tokenizer, read_gguf_tokenizer
+from starter.errors import RequestError, SchemaError
+from starter.schema import CharacterVocabulary, ModelConfig
+from tests.extras import needs
+
+# GPT-2's letters for the bytes 0 to 255, in that order, taken down by hand from its description: the printable ones
+# stand for themselves, the others are the letters from U+0100 on.
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+LETTERS = [chr(byte) if byte in PRINTABLE else chr(256 + OTHERS.index(byte)) for byte in range(256)]
+MERGES = ["h e", "he l", "hel l", "hell o", "Ġ w", "Ġw o", "1 2", "12 3"]
+TOKENS = [*LETTERS, *(merge.replace(" ", "") for merge in MERGES), "<|im_start|>", "<|im_end|>", "<think>"]
+START, END, THINK = len(TOKENS) - 3, len(TOKENS) - 2, len(TOKENS) - 1
+CHATML = ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+          "{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}{% endif %}"
+          "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
+          "'<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+CONFIG = ModelConfig(vocab_size=len(TOKENS) + 5, width=2, layers=1, heads=1, kv_heads=1, ffn_width=1, max_context=9,
+                     bos_token=START, eos_tokens=(END,))
+TEXTS = ("hello world", "  a\t\n b\r\n", "2026, ² ½", "世界 🎉 👩‍👩‍👧", "", "<|im_end|>", "\x00\x7f\xa0\xad",
+         "<think>a")
+
+
+def metadata(**changes: Any) -> dict[str, Any]:
+    """As a GGUF file has it; a change to None leaves a key out."""
+    found = {"model": "gpt2", "pre": "gpt-2", "tokens": TOKENS, "merges": MERGES, "bos_token_id": START,
+             "token_type": [1] * START + [3, 3, 4], **changes}
+    return {**{f"tokenizer.ggml.{key}": value for key, value in found.items() if value is not None},
+            "tokenizer.chat_template": CHATML}
+
+
+@needs("checkpoints", "tokenizers")
+class FromGguf(unittest.TestCase):
+    def made(self, **changes: Any) -> HfTokenizer:
+        return read_gguf_tokenizer(metadata(**changes), CONFIG)
+
+    def pieces(self, text: str, **changes: Any) -> list[str]:
+        return [TOKENS[token] for token in self.made(**changes).encode(text)]
+
+    def test_by_hand(self) -> None:
+        self.assertEqual(self.pieces("hello world"), ["hello", "Ġwo", "r", "l", "d"])
+        self.assertEqual(self.pieces("123"), ["123"])
+        self.assertEqual(self.pieces("123", pre="smollm"), ["1", "2", "3"])
+        self.assertEqual(self.pieces("123", pre="qwen2"), ["1", "2", "3"])
+        self.assertEqual(self.pieces("0123", pre="llama-bpe"), ["0", "12", "3"])  # words of three digits: 012, 3
+        self.assertEqual(self.made(pre="qwen2").encode("e\u0301"), self.made(pre="qwen2").encode("\u00e9"))  # NFC
+
+    def test_texts_come_back(self) -> None:
+        dice = random.Random(1)
+        texts = [*TEXTS, *("".join(dice.choices("ab 12\n世é🎉<|>", k=20)) for _ in range(50))]
+        for pre in PRE_TOKENIZERS:
+            tokenizer = self.made(pre=pre)
+            for text in texts:
+                with self.subTest(pre=pre, text=text):
+                    tokens = tokenizer.encode(text)
+                    self.assertEqual(tokenizer.decode(tokens), text)
+                    self.assertFalse({START, END}.intersection(tokens))
+                    stream = tokenizer.stream()
+                    self.assertEqual("".join(map(stream.push, tokens)) + stream.finish(), text)
+
+    def test_control_tokens_are_silent_and_never_come_from_text(self) -> None:
+        tokenizer = self.made()
+        self.assertEqual((tokenizer.control_token("<|im_end|>"), tokenizer.control_token("<x>")), (END, None))
+        self.assertEqual(tokenizer.decode([START, *tokenizer.encode("a"), END]), "a")
+        self.assertEqual(tokenizer.encode("<think>"), [THINK])  # no control token: the user may write it
+        self.assertEqual(tokenizer.decode([THINK]), "<think>")
+        self.assertEqual(tokenizer.decode([len(TOKENS)]), "")  # the model has more tokens than the tokenizer
+        for wrong in (-1, CONFIG.vocab_size):
+            self.assertRaises(RequestError, tokenizer.decode, [wrong])
+        for text in ("\ud800", 5):
+            self.assertRaises(RequestError, tokenizer.encode, text)
+
+    def test_the_beginning_of_a_sequence(self) -> None:
+        never, wanted = self.made(), self.made(add_bos_token=True)
+        self.assertEqual((never.encode("a", bos=True), never.bos_token), ([LETTERS.index("a")], None))
+        self.assertEqual(wanted.encode("a", bos=True), [START, LETTERS.index("a")])
+        self.assertEqual(wanted.encode("<|im_start|>a", bos=True), [START, LETTERS.index("a")])  # asked twice, once
+        self.assertEqual(wanted.encode("a"), [LETTERS.index("a")])
+
+    def test_what_is_refused(self) -> None:
+        for changes, words in (
+            ({"model": "llama"}, "'llama'"), ({"model": None}, "None"), ({"pre": "deepseek-llm"}, "'deepseek-llm'"),
+            ({"pre": None}, "None"), ({"add_eos_token": True}, "add_eos_token"), ({"tokens": None}, "tokens must be"),
+            ({"tokens": [1]}, "tokens must be"), ({"merges": ["a b c"]}, "'a b c'"), ({"merges": "ab"}, "merges must"),
+            ({"merges": ["a zz"]}, "merges"), ({"tokens": [*TOKENS[:-1], "a"]}, "different texts"),
+            ({"token_type": [1]}, "different texts"), ({"tokens": [*TOKENS, *map(str, range(1_000, 1_006))],
+                                                        "token_type": None}, "the model has"),
+        ):
+            with self.subTest(changes=str(changes)[:60]), self.assertRaises(SchemaError) as caught:
+                self.made(**changes)
+            self.assertIn(words, str(caught.exception))
+
+    def test_chat(self) -> None:
+        tokenizer = self.made()
+        tokens, ends = chat_prompt(tokenizer, "hello<|im_end|>")
+        names = {START: "[start]", END: "[end]"}
+        shown = "".join(names.get(token) or tokenizer.decode([token]) for token in tokens)
+        self.assertEqual(shown, "[start]system\nBe brief.[end]\n[start]user\nhello<|im_end|>[end]\n[start]assistant\n")
+        self.assertEqual(ends, (END,))
+        tokenizer.chat_template = CHATML.replace("\n", "\\n")  # as it stands in JSON read twice
+        self.assertEqual(chat_prompt(tokenizer, "hello<|im_end|>")[0], tokens)
+        tokenizer.chat_template = CHATML.replace("Be brief.", "{{ system }}")
+        self.assertEqual(chat_prompt(tokenizer, "hi")[0][1:5], [LETTERS.index(letter) for letter in "user"])
+        for template in ("{{ '[INST]' + messages[0]['content'] + '[/INST]' }}", None, ""):
+            tokenizer.chat_template = template
+            with self.assertRaisesRegex(RequestError, "INST" if template else "no chat template"):
+                chat_prompt(tokenizer, "hi")
+
+
+@needs("checkpoints", "tokenizers")
+class FromFolder(unittest.TestCase):
+    def read(self, made: Any, config: ModelConfig = CONFIG) -> HfTokenizer:
+        with tempfile.TemporaryDirectory() as folder:
+            made.save(str(Path(folder) / "tokenizer.json"))
+            return read_folder_tokenizer(Path(folder), config)
+
+    def package_tokenizer(self) -> Any:
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+        made = Tokenizer(models.BPE({token: i for i, token in enumerate(TOKENS[:START])},
+                                    [tuple(merge.split(" ")) for merge in MERGES]))
+        made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        made.add_special_tokens([AddedToken(name, special=True) for name in TOKENS[START:THINK]])
+        made.add_tokens(["<think>"])
+        return made
+
+    def test_as_the_package_has_it(self) -> None:
+        theirs = self.package_tokenizer()
+        ours = self.read(theirs)
+        for text in TEXTS:
+            with self.subTest(text=text):
+                self.assertEqual(ours.decode(ours.encode(text)), text)
+                if "<|" not in text:
+                    self.assertEqual(ours.encode(text), theirs.encode(text).ids)
+                    self.assertEqual(ours.decode(theirs.encode(text).ids), theirs.decode(theirs.encode(text).ids))
+        self.assertIsNone(ours.bos_token)
+
+    def test_the_beginning_of_a_sequence(self) -> None:
+        from tokenizers.processors import TemplateProcessing
+        made = self.package_tokenizer()
+        made.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", START)])
+        self.assertEqual(self.read(made).encode("a", bos=True), [START, LETTERS.index("a")])
+        made.post_processor = TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", END)])
+        self.assertRaisesRegex(SchemaError, "around every text", self.read, made)
+
+    def test_sentencepiece(self) -> None:
+        """As Llama 2's folders have it."""
+        from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+        pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "▁ab", "世"]
+        made = Tokenizer(models.BPE({piece: token for token, piece in enumerate(pieces)}, [("▁", "a"), ("▁a", "b")],
+                                    unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                          decoders.Strip(" ", 1, 0)])
+        made.add_special_tokens([AddedToken(name, special=True) for name in pieces[:3]])
+        ours = self.read(made, replace(CONFIG, bos_token=1, eos_tokens=(2,)))
+        self.assertEqual([pieces[token] for token in ours.encode("ab a世\n")],
+                         ["▁ab", "▁a", "世", "<0x0A>"])
+        dice = random.Random(2)
+        for text in ["", " ", "  a", "ab\n", "é🎉", *("".join(dice.choices("ab 世é🎉\n", k=12)) for _ in range(50))]:
+            with self.subTest(text=text):
+                tokens = ours.encode(text)
+                self.assertEqual(tokens, made.encode(text, add_special_tokens=False).ids)
+                self.assertEqual((ours.decode(tokens), made.decode(tokens)), (text, text))
+                self.assertEqual(ours.decode([1, *tokens, 2]), made.decode([1, *tokens, 2]))
+
+    def test_no_text_is_cut_or_filled_up(self) -> None:
+        made = self.package_tokenizer()
+        made.enable_truncation(2)
+        made.enable_padding(length=9)
+        ours = self.read(made)
+        self.assertEqual(ours.decode(ours.encode("hello world")), "hello world")
+        self.assertEqual(len(ours.encode("a")), 1)
+
+    def test_what_is_refused(self) -> None:
+        from tokenizers import decoders
+        made = self.package_tokenizer()
+        made.decoder = decoders.Metaspace()
+        self.assertRaisesRegex(SchemaError, "the decoder is Metaspace", self.read, made)
+        made.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+        self.assertRaisesRegex(SchemaError, "the decoder is ByteLevel and Fuse", self.read, made)
+        made.decoder = None
+        self.assertRaisesRegex(SchemaError, "the decoder is None", self.read, made)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder)
+            self.assertRaisesRegex(SchemaError, "no tokenizer.json", read_folder_tokenizer, path, CONFIG)
+            for raw in ("", "{}", "[1]", '{"model": {"type": "BPE"}}'):
+                (path / "tokenizer.json").write_text(raw, encoding="utf-8")
+                self.assertRaisesRegex(SchemaError, "tokenizer.json: ", read_folder_tokenizer, path, CONFIG)
+
+
+class WithoutAPackage(unittest.TestCase):
+    def test_a_model_without_a_template(self) -> None:
+        tokenizer = CharacterTokenizer(CharacterVocabulary("ab"))
+        self.assertRaisesRegex(RequestError, "no chat template.*--prompt", chat_prompt, tokenizer, "a")
+
+
+if __name__ == "__main__":
+    unittest.main()
