@@ -79,7 +79,7 @@ class NumpyBackend:
         return 0
 
     def kv_store(self, model: ModelConfig, num_pages: int, page_size: int, bounds: Sequence[KVBounds] = (),
-                 kv_quantization: str | None = None) -> NumpyKVStore:
+                 kv_quantization: str | None = None) -> Any:
         if kv_quantization is not None:
             raise MissingWingError("kv_quantization 'int8' on backend 'numpy' needs the package starter/backends, which this "
                                    "copy does not have; use backend 'reference', or pages of floats")
@@ -129,7 +129,7 @@ class NumpyBackend:
     def pick(self, x: Array, rows: Sequence[int]) -> Array:
         return x[list(rows)]
 
-    def logits(self, x: Array) -> list[list[float]]:
+    def logits(self, x: Array) -> Sequence[Sequence[float]]:
         return self.to_lists(x)
 
     def to_lists(self, x: Any) -> list[list[float]]:
