@@ -37,8 +37,7 @@ from starter.base.model_config import ModelConfig, QuantizationConfig
 from starter.base.weights import Weights
 from starter.calibration.importance import column_importance
 from starter.checkpoints.load import read_checkpoint
-from starter.engine import scenario_weights
-from starter.model import Model
+from starter.model import Model, scenario_weights
 from starter.schema import load_scenario
 
 PAGE, SEEN = 16, 64  # tokens of a page; tokens that a mean and a fixed grid come from

@@ -42,11 +42,11 @@ def prompt(i: int) -> list[int]:
 
 def our_step(running: int, hashing: bool, waiting: int) -> Step:
     """A scheduler whose ``running`` requests all decode."""
-    tokens = {f"r{i}": prompt(i) + [i] * MAX_TOKENS for i in range(running + waiting)}
     kv = KVCacheManager(PAGES, PAGE_SIZE, prefix_sharing=hashing)
-    scheduler = ContinuousBatchScheduler(max_running=running, kv=kv, tokens_of=tokens.__getitem__)
+    scheduler = ContinuousBatchScheduler(max_running=running, kv=kv)
     for i in range(running + waiting):
         scheduler.submit(Request(f"r{i}", prompt(i), MAX_TOKENS))
+        scheduler.sequence(f"r{i}").tokens += [i] * MAX_TOKENS  # what it will generate
     while any(chunk.phase == "prefill" for chunk in scheduler.step(10**6).chunks):
         pass
     return lambda: scheduler.step(10**6)

@@ -31,10 +31,10 @@ from starter.base.console import Console
 from starter.base.fault_kinds import AbnormalRelease, BackendFault, Fault, MemoryCut, NanLogits, RefusedPages
 from starter.base.tokenizer import CharacterTokenizer
 from starter.base.weights import seeded_weights
-from starter.engine import InferenceEngine, Loaded
+from starter.engine import InferenceEngine
 from starter.errors import EngineError, RequestError
 from starter.kv_cache import KVCacheManager, KVHandle
-from starter.model import Model
+from starter.model import Loaded, Model
 from starter.scheduler import POLICIES
 from starter.schema import CharacterVocabulary, EngineSettings, ModelConfig, SamplingParams, TokenEvent, sample_id
 from starter.timeline import Event, VirtualClock

@@ -49,9 +49,9 @@ from starter.base.console import EXIT_DIFFERS, EXIT_OK, Console, check_writable,
 from starter.base.tokenizer import CharacterTokenizer
 from starter.base.weights import Weights
 from starter.calibration.importance import column_importance
-from starter.engine import InferenceEngine, Loaded, scenario_weights
+from starter.engine import InferenceEngine
 from starter.errors import SchemaError
-from starter.model import Model
+from starter.model import Loaded, Model, scenario_weights
 from starter.schema import QuantizationConfig, SamplingParams, Scenario, load_scenario
 
 POEM_TOKENS = 39  # at most: four lines of seven with their marks, and the end

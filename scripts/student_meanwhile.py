@@ -21,23 +21,18 @@ class scheduler:
             self._steps += 1
             if budget_tokens and not self._running:
                 for sequence in self._waiting.first(1):
-                    if self._open_table(sequence, plan):
-                        self._waiting.remove(sequence)
-                        self._run(sequence)
-                        plan.admitted.append(sequence.id)
+                    if self._open_table(plan, sequence):
+                        self._admit(plan, sequence)
             for sequence in list(self._running.values()) if budget_tokens else ():
                 self._provide_pages(plan, sequence)
                 phase = "decode" if sequence.decoding else "prefill"
                 self._schedule(plan, sequence, min(plan.left, sequence.remaining), phase)
-            finished, self._finished = tuple(self._finished), []
-            return ScheduleDecision(plan.step, plan.budget, plan.chunks, tuple(plan.admitted), (), finished,
-                                    self._waiting.ids, self._ids_running(),
-                                    Reasons(plan.reasons, plan.chunks, plan.decoding), plan.found)
+            return self._decision(plan)
 
         def _provide_pages(self, plan, sequence):
             # M4: for now there have to be enough. Replace this: somebody has to give pages back, and to go on later.
             try:
-                self._tables.reserve(sequence)
+                self._pages.reserve(sequence.handle, sequence.known)
             except OutOfPagesError as refusal:
                 raise NotImplementedError(f"M4: preemption is still to be written ({refusal})") from None
 
@@ -53,8 +48,8 @@ class kv_cache:
             return
 
 
-class engine:
-    class Executor:
+class core:
+    class ModelRunner:
         def run(self, samples, batch):
             # M6: for now a failure ends every request of the step. Replace this: only those at fault may end.
             try:

@@ -27,9 +27,10 @@ from starter.backend import Backend, load_backend
 from starter.base.console import EXIT_DIFFERS, EXIT_OK, Console, Table, check_writable, complain, guarded, run_program
 from starter.base.tokenizer import CharacterTokenizer
 from starter.base.wings import wing
-from starter.engine import InferenceEngine, Played, play, quantization_config, tokens_of
+from starter.engine import InferenceEngine, Played, play, tokens_of
 from starter.errors import RequestError
 from starter.metrics import Metrics, Summary
+from starter.model import quantization_config
 from starter.scheduler import counted
 from starter.schema import (
     EngineSettings,

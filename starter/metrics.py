@@ -30,7 +30,6 @@ from typing import Any
 
 from .base.wings import picture
 from .errors import SchemaError
-from .scheduler import Chunks
 from .timeline import FINISH_REASONS, Event
 
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -242,7 +241,7 @@ class MetricsCollector:
         counts["steps"] += times
         counts["computed"] += times * step["computed"]
         if chunks:
-            scheduled = chunks.tokens if isinstance(chunks, Chunks) else sum(count for _, _, count, _ in chunks)
+            scheduled = sum(count for _, _, count, _ in chunks)
             counts["busy_steps"] += times
             counts["scheduled"] += times * scheduled
             counts["offered"] += times * step["budget"]

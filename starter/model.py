@@ -8,18 +8,37 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from math import hypot, sqrt
 from operator import add, mul
 from typing import Any
 
-from .backend import Backend, Batch, KVBounds, Matrix, Piece, Vector
-from .base.weights import StoredWeights, Tensor, check_weights
+from .backend import Backend, Batch, KVBounds, Matrix, Piece, Vector, load_backend
+from .base.tokenizer import CharacterTokenizer, Tokenizer
+from .base.weights import (
+    StoredWeights,
+    Tensor,
+    Weights,
+    check_digest,
+    check_weights,
+    seeded_weights,
+    weights_digest,
+)
+from .base.wings import wing
+from .errors import RequestError
 from .kv_cache import KVStore
 from .quantization import QuantizedTensor, stacked_codes
 from .reference import reference_generate as reference_generate
-from .schema import ModelConfig, QuantizationConfig
+from .schema import (
+    TOKENIZER_SHAPE,
+    WEIGHTS_SHAPE,
+    ModelConfig,
+    QuantizationConfig,
+    SafetensorsWeights,
+    Scenario,
+    SeededWeights,
+)
 
 
 @dataclass(frozen=True)
@@ -199,3 +218,58 @@ def kv_bounds(config: ModelConfig, weights: StoredWeights, prefix: str) -> KVBou
         keys = bounds("k")
     pairs = [hypot(a, b) for a, b in zip(keys[0::2], keys[1::2])]
     return KVBounds([pair for pair in pairs for _ in range(2)], values)
+
+
+# ------------------------------------------------------------------------------------------- from a scenario to a model
+
+
+AS_IN_SCENARIO = "as in the scenario"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, its tokenizer, and what a timeline's header should say about them."""
+
+    model: Model
+    tokenizer: Tokenizer
+    about: dict[str, object]
+
+
+def load_scenario_model(scenario: Scenario, backend: str | Backend, quantization: object = AS_IN_SCENARIO,
+                        weights_seed: int | None = None) -> Loaded:
+    """The model of a scenario; ``weights_seed`` draws other weights than the scenario names."""
+    source = scenario.weights if weights_seed is None else SeededWeights(weights_seed)
+    weights = scenario_weights(scenario, source)
+    config = scenario.quantization if quantization == AS_IN_SCENARIO else quantization_config(quantization)
+    model = Model(scenario.model, weights, load_backend(backend), config)
+    tokenizer = CharacterTokenizer(scenario.tokenizer, scenario.model.bos_token, scenario.model.eos_tokens)
+    return Loaded(model, tokenizer, {
+        "scenario": scenario.name, "weights": WEIGHTS_SHAPE.dump(source),
+        "tokenizer": TOKENIZER_SHAPE.dump(scenario.tokenizer), **about_weights(weights, config)})
+
+
+def about_weights(weights: StoredWeights, quantization: QuantizationConfig | None) -> dict[str, object]:
+    return {"weights_sha256": weights_digest(weights), "quantization": asdict(quantization) if quantization else None}
+
+
+def quantization_config(quantization: object) -> QuantizationConfig | None:
+    """None, "int8", "int4", "int4-search" or a ready config -> config; "stored" is for checkpoints."""
+    if quantization is None or isinstance(quantization, QuantizationConfig):
+        return quantization
+    named = {"int8": QuantizationConfig(bits=8), "int4": QuantizationConfig(bits=4),
+             "int4-search": QuantizationConfig(bits=4, symmetric=False, method="search")}
+    if not isinstance(quantization, str) or quantization not in named:
+        raise RequestError(f"quantization must be None, {', '.join(map(repr, named))} or a QuantizationConfig, "
+                           f"not {quantization!r}")
+    return named[quantization]
+
+
+def scenario_weights(scenario: Scenario, source: SeededWeights | SafetensorsWeights) -> Weights:
+    """The weights a scenario names, checked against the sha256 it records."""
+    if isinstance(source, SeededWeights):
+        weights: Weights = seeded_weights(scenario.model, source.seed)
+    else:
+        files = wing("checkpoints.safetensors", f"the weights file {source.path}")
+        weights = files.read_safetensors(scenario.folder / source.path)
+    check_digest(weights, source.sha256)
+    return weights

@@ -1,4 +1,4 @@
-"""M3 · Which tokens are computed in the next step, for whom, and why.
+"""M3 · Which tokens are computed in the next step, for which requests, and why.
 
 Token-level ("continuous") batching (Yu et al. 2022, "Orca"): requests join and leave in every step. A step has a
 token budget. Running requests that decode are served first, one token each; what is left is shared among prompts
@@ -12,37 +12,50 @@ The scheduler owns lifecycles and holds no tensor and no page number. With a ``K
 of what it plans in the same call, so that a plan and its pages are one decision; without one it counts tokens alone.
 What ``step`` hands out counts as computed when the next step is asked for, or when ``complete_step`` is called.
 
-Rules, and the promises that follow (properties in tests/test_scheduler.py). Requests are ordered by the policy's rank
-(``scheduler.py``; under "fcfs" the order of arrival), and "first" and "last" below mean that order. P, M: prompt and
-max_tokens of a request; L: the largest P + M among live requests; budgets are at least max_running unless said
-otherwise.
+The rules, and the promises that follow from them (each a property in tests/test_scheduler.py). Requests are ordered by
+the policy's rank; under "fcfs" that is the order of arrival, and "first" and "last" below mean this order. P and M are
+a request's prompt length and max_tokens, L is the largest P + M among live requests, and budgets are at least
+max_running unless stated otherwise.
 
-- Admission: in order, when a slot (of max_running) is free, the budget leaves it a token, and pages for *all* its
-  known tokens are free: prefill never stops half-way for want of pages.
-- Bypass: the first request that lacks pages may be overtaken by later ones that fit, at most BYPASS_LIMIT times;
-  then the queue holds until it is in. So small requests pass a heavy one, and the heavy one is not starved.
+- Admission: in order, while a slot (of max_running) is free, the budget leaves it a token, and pages for *all* its
+  known tokens are free. Prefill therefore never stops half-way for want of pages.
+- Bypass: later requests that fit may overtake the first request that lacks pages, at most BYPASS_LIMIT times; then the
+  queue waits until that request is in. Small requests pass a heavy one, and the heavy one is not starved.
 - Preemption: when a decoding request needs a page and none is free, the *last* running request gives up its pages
   and goes back to its place in the queue. The first live request is never preempted once it runs: it always finishes.
 - Decode gap: a running request that decodes gets a token in every step whose budget covers the running requests,
-  unless it is preempted in it. With a smaller budget turns go round: least recently served first. (Under
-  "prefill-first" every AGING + 1 steps at least.)
-- Wait: a request with k requests before it is admitted within (k + 1) * (BYPASS_LIMIT + 2) * L steps. For the first
-  live request, if it is not running, is admitted within (BYPASS_LIMIT + 1) * L: whoever runs ends or is preempted
-  within L steps, and at most BYPASS_LIMIT others get in before it. Once running it is never preempted and ends within
-  another L: that makes BYPASS_LIMIT + 2. Then the next is the first. A budget b below max_running multiplies this by
-  ceil(max_running / b), "prefill-first" by AGING + 1. ``scheduler.py`` says who counts in k.
-- No livelock: a request that is refused pages REFUSAL_LIMIT times while no other request runs is ended as failed:
-  somebody outside holds the pages, and waiting would not end.
-- Refusal: what would not fit an empty pool is refused at ``submit`` (CapacityError). The last token of a request is
-  never stored, so P + M - 1 slots are needed.
+  unless that step preempts it. With a smaller budget requests take turns, least recently served first. (Under
+  "prefill-first" the gap is at most AGING + 1 steps.)
+- Wait: a request with k requests before it is admitted within (k + 1) * (BYPASS_LIMIT + 2) * L steps. Proof: the first
+  live request, if it is not running, is admitted within (BYPASS_LIMIT + 1) * L steps, because each running request ends
+  or is preempted within L steps and at most BYPASS_LIMIT others are admitted before it. Once running it is never
+  preempted and ends within another L: together BYPASS_LIMIT + 2. Then the next request is the first. A budget b below
+  max_running multiplies the bound by ceil(max_running / b), "prefill-first" by AGING + 1.
+- No livelock: a request that is refused pages REFUSAL_LIMIT times while no other request runs ends with an error:
+  the pages are held from outside the engine, and waiting would not end.
+- Refusal: ``submit`` refuses what would not fit an empty pool (CapacityError). The last token of a request is never
+  stored, so P + M - 1 slots are needed.
+
+**Policies.** A policy gives a request a *rank* in steps, as if it had arrived at that step; the smallest rank is served
+first, the largest is preempted first. All waiting requests age alike, so their order does not change while they wait:
+
+    fcfs            rank = arrival                            later arrivals overtake no request
+    priority        rank = arrival - AGING * priority         one level of priority is worth AGING steps of waiting
+    shortest        rank = arrival + remaining / AGING        AGING tokens fewer are worth one step of waiting
+    prefill-first   rank = arrival, but prompts are computed before decodes, unless a decode has waited AGING steps:
+                    kept as a bad example
+
+From a finite number of steps after a request's arrival on, every new request has a larger rank. So k above counts the
+requests that arrived before it and, under "priority", later ones of priority p' that arrive within AGING * (p' - p)
+steps; under "shortest", later ones with fewer remaining tokens that arrive within difference / AGING steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush, nsmallest
-from itertools import count as numbered
+from heapq import nsmallest
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -50,41 +63,24 @@ from .base.wings import picture
 from .errors import CapacityError, DuplicateRequestError, OutOfPagesError, RequestError, UnknownRequestError
 from .kv_cache import KVCacheManager, KVHandle
 from .schema import Request
+from .sequences import SequenceState, WaitingQueue
 
-# ------------------------------------------------------------------------------------------------------- who goes first
-
-#: M3 · Who goes first when not everybody can: policies behind one small interface.
-#:
-#: A policy gives a request a *rank* in steps, as if it had arrived at that step; the smaller rank is served first, and the
-#: largest is the first to be preempted. Aging needs no clock: all waiting requests age alike, so their order does not
-#: change while they wait. With A = AGING steps:
-#:
-#:     fcfs            rank = arrival                            nobody is overtaken by later arrivals
-#:     priority        rank = arrival - A * priority             one level of priority is worth A steps of waiting
-#:     shortest        rank = arrival + remaining tokens / A     so many tokens less are worth a step of waiting
-#:     prefill-first   rank = arrival, but prompts are computed before decodes, unless a decode has waited A steps for
-#:                     them: the bad example
-#:
-#: What that promises (k and the bound as in ``scheduler.py``): only requests of a smaller rank go before a request, and
-#: from a finite number of steps after its arrival on every new request has a larger one. So k counts
-#:
-#:     fcfs            the requests that arrived before it
-#:     priority        those, and later ones of a higher priority p' that arrive within A * (p' - p) steps
-#:     shortest        those, and later ones with fewer remaining tokens that arrive within (difference) / A steps
-#:     prefill-first   as fcfs; but while prompts arrive, whoever runs gets a token in one of A + 1 steps only, so all
-#:                     waits are as many times as long
+AGING = 16  # steps
+BYPASS_LIMIT = 8
+REFUSAL_LIMIT = 8
+_order = attrgetter("order")
 
 
-AGING = 16
+# ------------------------------------------------------------------------------------------------------------ policies
 
 
 class Policy(Protocol):
     """Ranks requests; see the module's docstring."""
 
-    decode_first: bool  # else prompts go first, but for no more than AGING steps on end
+    decode_first: bool  # False: prompts go first, for at most AGING steps in a row
 
     def rank(self, request: Request, arrival_step: int, generated: int) -> float:
-        """Rank of a request that arrived at ``arrival_step`` and has generated so many tokens. Computed at submit and
+        """Rank of a request that arrived at ``arrival_step`` and has generated this many tokens. Computed at submit and
         at each preemption; it must never grow."""
 
 
@@ -98,7 +94,7 @@ class FirstComeFirstServed:
 
 
 class PriorityWithAging:
-    """Higher priority first, unless it came AGING steps later for each level."""
+    """Higher priority first, unless it arrived AGING steps later for each level."""
 
     decode_first = True
 
@@ -107,7 +103,7 @@ class PriorityWithAging:
 
 
 class ShortestRemainingWithAging:
-    """Fewer tokens left to compute first, unless it came a step later for each AGING tokens."""
+    """Fewer tokens left to compute first, unless it arrived one step later for each AGING tokens."""
 
     decode_first = True
 
@@ -116,7 +112,7 @@ class ShortestRemainingWithAging:
 
 
 class PrefillFirst(FirstComeFirstServed):
-    """Prompts before decodes: the best time to first token, and running requests nearly stop while prompts arrive."""
+    """Prompts before decodes: the shortest time to first token, while running requests nearly stop."""
 
     decode_first = False
 
@@ -129,110 +125,7 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------- a live request
-
-#: M3 · What the scheduler remembers of a live request, and the queue of those that wait.
-
-
-@dataclass(eq=False, slots=True)
-class SequenceState:
-    """A live request: how much of it is known, computed and stored."""
-
-    request: Request
-    arrival_step: int
-    order: tuple[float, int]  # among all live requests: the policy's rank, ties broken by the order of submission
-    known: int = field(init=False)  # tokens whose numbers are known: the prompt and what was generated
-    computed: int = 0
-    handle: KVHandle | None = None
-    preempted: bool = False  # at least once
-    swapped: bool = False  # the handle's tokens are in host pages
-    last_served: int = -1  # step of its last chunk
-    bypassed: int = 0  # later requests admitted while this one lacked pages
-    refusals: int = 0  # times it got no pages although nothing else was running
-    id: str = field(init=False)  # the request's
-    prompt_length: int = field(init=False)
-    end: int = field(init=False)  # known tokens with which it is finished
-
-    def __post_init__(self) -> None:
-        self.id = self.request.request_id
-        self.known = self.prompt_length = len(self.request.prompt_tokens)
-        self.end = self.prompt_length + self.request.max_tokens
-
-    @property
-    def generated(self) -> int:
-        """Tokens generated so far."""
-        return self.known - self.prompt_length
-
-    @property
-    def remaining(self) -> int:
-        """Known tokens still to be computed; the last of them yields the next token."""
-        return self.known - self.computed
-
-    @property
-    def decoding(self) -> bool:
-        return self.prompt_length <= self.computed == self.known - 1
-
-
-_Entry = tuple[tuple[float, int], int, SequenceState]  # order, ticket, sequence
-
-
-class WaitingQueue:
-    """Sequences in order. ``push`` O(log n), ``remove`` amortized O(1): what was removed is skipped when it comes up,
-    and swept out when it is the greater part."""
-
-    def __init__(self) -> None:
-        self._heap: list[_Entry] = []
-        self._waiting: dict[str, tuple[int, SequenceState]] = {}  # with the ticket of the heap's entry that counts
-        self._tickets = numbered()
-        self._ids: tuple[str, ...] | None = ()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def get(self, request_id: str) -> SequenceState | None:
-        return self._waiting.get(request_id, (0, None))[1]
-
-    def push(self, sequence: SequenceState) -> None:
-        ticket = next(self._tickets)
-        self._waiting[sequence.id] = ticket, sequence
-        self._ids = None
-        heappush(self._heap, (sequence.order, ticket, sequence))
-
-    def remove(self, sequence: SequenceState) -> None:
-        if self.get(sequence.id) is sequence:
-            del self._waiting[sequence.id]
-            self._ids = None
-            if len(self._heap) > 2 * len(self._waiting) + 64:
-                self._heap = list(filter(self._counts, self._heap))
-                heapify(self._heap)
-
-    def _counts(self, entry: _Entry) -> bool:
-        """Was the sequence not removed since this entry was made?"""
-        _, ticket, sequence = entry
-        return self._waiting.get(sequence.id, (-1, None))[0] == ticket
-
-    def first(self, number: int) -> list[SequenceState]:
-        """The first ``number`` in order; they stay. O(number log n), and amortized O(log n) for each one removed."""
-        found: list[_Entry] = []
-        while self._heap and len(found) < number:
-            entry = heappop(self._heap)
-            if self._counts(entry):
-                found.append(entry)
-        for entry in found:
-            heappush(self._heap, entry)
-        return [sequence for _, _, sequence in found]
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """Ids in the order in which they began to wait. O(1) unless the queue changed since the last call."""
-        if self._ids is None:
-            self._ids = tuple(self._waiting)
-        return self._ids
-
-
-# ------------------------------------------------------------------------------------------------------ what is decided
-
-#: M3 · What a step of the scheduler decides, and how it says why.
+# ----------------------------------------------------------------------------------------------------- what is decided
 
 
 class ScheduledChunk(NamedTuple):
@@ -243,115 +136,36 @@ class ScheduledChunk(NamedTuple):
 
     request_id: str
     start: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
     phase: str
-
-
-class Run(NamedTuple):
-    """Chunks of equal length and phase: whose they are, and where each of them starts."""
-
-    request_ids: tuple[str, ...]
-    starts: tuple[int, ...]
-    count: int  # type: ignore[assignment]  # as above
-    phase: str
-
-
-@dataclass(slots=True)
-class Chunks:
-    """A step's chunks in runs. The decodes are one run, so two tuples, however many they are: that is quick to make,
-    and little to keep for a timeline, which remembers many thousands of steps."""
-
-    runs: list[Run] = field(default_factory=list)
-
-    def add(self, request_ids: tuple[str, ...], starts: tuple[int, ...], count: int, phase: str) -> None:
-        """One more run, behind the others."""
-        self.runs.append(Run(request_ids, starts, count, phase))
-
-    @property
-    def tokens(self) -> int:
-        """Of all chunks together. O(runs)."""
-        return sum([len(starts) * count for _, starts, count, _ in self.runs])
-
-    def __len__(self) -> int:
-        return sum([len(starts) for _, starts, _, _ in self.runs])
-
-    def __iter__(self) -> Iterator[ScheduledChunk]:
-        for request_ids, starts, count, phase in self.runs:
-            for request_id, start in zip(request_ids, starts):
-                yield ScheduledChunk(request_id, start, count, phase)
-
-
-class Reasons(Mapping[str, str]):
-    """Why each request got what it got, by id. In most steps all requests decode, and in few of them somebody asks why:
-    so that is put into words when somebody does."""
-
-    __slots__ = ("_said", "_unsaid")
-
-    def __init__(self, said: dict[str, str], chunks: Iterable[ScheduledChunk],
-                 decoding: Sequence[SequenceState]) -> None:
-        """``said``: of those that do not decode."""
-        self._said = said
-        self._unsaid: tuple[Iterable[ScheduledChunk], Sequence[SequenceState]] | None = (chunks, decoding)
-
-    def _all(self) -> dict[str, str]:
-        if unsaid := self._unsaid:
-            chunks, decoding = unsaid
-            starts = {chunk.request_id: chunk.start for chunk in chunks}
-            self._said = {one.id: f"decodes position {starts[one.id]}: token {starts[one.id] - one.prompt_length + 2} "
-                                  f"of at most {one.end - one.prompt_length}" for one in decoding} | self._said
-            self._unsaid = None
-        return self._said
-
-    def __getitem__(self, request_id: str) -> str:
-        return self._all()[request_id]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
-
-    def __len__(self) -> int:
-        return len(self._all())
-
-    def __repr__(self) -> str:
-        return repr(self._all())
 
 
 class ScheduleDecision(NamedTuple):
     """What one step does. The tuples hold request ids; ``finished`` are those that ended since the last decision.
 
-    ``running`` is in the order of admission, ``waiting`` in the order in which they began to wait (again, after a
-    preemption). ``reasons`` says in words why each live request got what it got; of a long queue, those that the policy
-    puts first. ``found`` are prompt tokens of admitted requests that shared pages already hold; coming back after a
-    preemption does not count.
-    """
+    ``chunks`` are in the order of the batch, ``running`` in the order of admission, ``waiting`` in the order in which
+    the requests began to wait (again, after a preemption). ``reasons`` gives each live request one sentence (of a long
+    queue, those that the policy puts first). ``found`` counts, for each admitted request, the prompt tokens that
+    shared pages already hold; resuming after a preemption does not count. """
 
     step: int
     budget_tokens: int
-    planned: Chunks  # ``chunks``, in runs
+    chunks: tuple[ScheduledChunk, ...]
     admitted: tuple[str, ...]
     preempted: tuple[str, ...]
     finished: tuple[str, ...]
     waiting: tuple[str, ...]
     running: tuple[str, ...]
-    why: Mapping[str, str]  # ``reasons``, not yet in words
-    found: Mapping[str, int]
-
-    @property
-    def chunks(self) -> tuple[ScheduledChunk, ...]:
-        """What is computed, in the order of the batch. O(requests) for each call."""
-        return tuple(self.planned)
-
-    @property
-    def reasons(self) -> dict[str, str]:
-        """One sentence for each request, by id. O(requests) for each call."""
-        return dict(self.why)
+    reasons: dict[str, str]
+    found: dict[str, int]
 
     @property
     def scheduled_tokens(self) -> int:
         """Tokens computed in this step, never more than the budget."""
-        return self.planned.tokens
+        return sum(chunk.count for chunk in self.chunks)
 
     def __repr__(self) -> str:
-        batch = " ".join(f"{chunk.request_id}+{chunk.count}" for chunk in self.planned)
+        batch = " ".join(f"{chunk.request_id}+{chunk.count}" for chunk in self.chunks)
         return (f"<ScheduleDecision: step {self.step}, {self.scheduled_tokens} of {self.budget_tokens} tokens: "
                 f"{batch or 'nothing'}; {len(self.waiting)} wait>")
 
@@ -365,13 +179,13 @@ class Plan:
 
     step: int
     budget: int
-    left: int
-    chunks: Chunks = field(default_factory=Chunks)
-    decoding: list[SequenceState] = field(default_factory=list)  # whose chunk is a decode
+    left: int  # of the budget
+    chunks: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     found: dict[str, int] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)  # of all others
+    decodes: dict[str, str] = field(default_factory=dict)  # reasons of the requests that decode
+    reasons: dict[str, str] = field(default_factory=dict)  # reasons of all others
 
 
 def counted(number: int, noun: str) -> str:
@@ -379,126 +193,63 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-# ------------------------------------------------------------------------------------------------------------ its pages
-
-#: M3, M4 · What the scheduler does with a sequence's block table: open, reserve, fill, share, swap out and in, close.
-#:
-#: A scheduler without a page manager counts tokens alone: every call succeeds then and does nothing.
+# ---------------------------------------------------------------------------------------------------- without any pages
 
 
-class BlockTables:
-    """``tokens_of(request_id)`` gives the known tokens, for prefix sharing; ``swaps``: are host pages to be used?"""
+class UnlimitedPages:
+    """What a scheduler without a page manager uses in its place: every table fits, nothing is found, shared or kept."""
 
-    def __init__(self, kv: KVCacheManager | None, swaps: bool, tokens_of: Callable[[str], Sequence[int]]) -> None:
-        self._kv, self._swaps, self._tokens_of = kv, swaps, tokens_of
+    page_size = total_pages = free_pages = sys.maxsize
+    sharing = False
 
-    def open(self, sequence: SequenceState) -> None:
-        """Pages for a waiting sequence: its swapped ones brought back, or new ones behind a shared prefix, whose tokens
-        count as computed. OutOfPagesError changes nothing."""
-        if not self._kv:
-            return
-        if sequence.swapped and sequence.handle:
-            self._kv.swap_in(sequence.handle, sequence.known)
-            sequence.swapped = False
-        else:
-            tokens = self._tokens_of(sequence.id) if self._kv.prefix_sharing else None
-            sequence.handle = self._kv.allocate(sequence.id, sequence.known, tokens, sequence.request.cache_salt)
-            sequence.computed = self._kv.length(sequence.handle)
+    def pages_for(self, tokens: int) -> int:
+        return 1
 
-    def fork(self, parent: SequenceState, child: SequenceState) -> None:
-        """The child starts on its parent's pages."""
-        if self._kv and parent.handle:
-            child.handle = self._kv.fork(parent.handle, child.id)
+    def allocate(self, request_id: str, token_count: int, tokens: Sequence[int], salt: str | None) -> KVHandle | None:
+        return None
 
-    def lacking(self, sequences: list[SequenceState]) -> list[SequenceState]:
-        """Those of the sequences that have to ``reserve``: few of them, while no page is shared and may have to be
-        copied."""
-        if not self._kv:
-            return []
-        if self._kv.sharing:
-            return sequences
-        page_size = self._kv.page_size
-        return [sequence for sequence in sequences
-                if not sequence.handle or sequence.known > len(sequence.handle.pages) * page_size]
+    def fork(self, handle: KVHandle | None, request_id: str) -> KVHandle | None:
+        return None
 
-    def reserve(self, sequence: SequenceState) -> None:
-        """Make all known positions writable. OutOfPagesError changes nothing."""
-        if self._kv and sequence.handle:
-            self._kv.reserve(sequence.handle, sequence.known)
-
-    def fill(self, sequence: SequenceState) -> None:
-        """The computed positions hold keys and values now."""
-        if self._kv and sequence.handle:
-            tokens = self._tokens_of(sequence.id) if self._kv.prefix_sharing else None
-            self._kv.commit(sequence.handle, sequence.computed, tokens)
-
-    def swap_out(self, sequence: SequenceState) -> bool:
-        """Move the tokens to host pages; False where that is not asked for, or cannot be done."""
-        if not self._swaps or not self._kv or not sequence.handle:
-            return False
-        try:
-            self._kv.swap_out(sequence.handle)
-        except Exception:  # full, taken away from outside, not to be copied: computing again is always right
-            return False
-        sequence.swapped = True
-        return True
-
-    def close(self, sequence: SequenceState) -> None:
-        """Give the pages back, unless somebody outside already has."""
-        if self._kv and sequence.handle and self._kv.owns(sequence.handle):
-            self._kv.release(sequence.handle)
-        sequence.handle, sequence.swapped = None, False
-
-    def lack(self, sequence: SequenceState) -> str:
-        """What its opening needs and what there is, in words."""
-        if not self._kv:
-            return ""
-        return f"needs {counted(self._kv.pages_for(sequence.known), 'page')}, {self._kv.free_pages} free"
-
-    def page_count(self, sequence: SequenceState) -> int:
-        """Pages in the table now."""
-        if self._kv and sequence.handle and self._kv.owns(sequence.handle):
-            return len(self._kv.pages(sequence.handle))
+    def length(self, handle: KVHandle | None) -> int:
         return 0
 
+    def reserve(self, handle: KVHandle | None, token_count: int) -> None: ...
 
-# -------------------------------------------------------------------------------------------------------- the scheduler
+    def commit(self, handle: KVHandle | None, token_count: int, tokens: Sequence[int]) -> None: ...
 
-__all__ = ["BYPASS_LIMIT", "REFUSAL_LIMIT", "ContinuousBatchScheduler", "ScheduleDecision", "ScheduledChunk"]
+    def owns(self, handle: KVHandle | None) -> bool:
+        return False
 
-BYPASS_LIMIT = 8
-REFUSAL_LIMIT = 8
-_order = attrgetter("order")
+
+# ------------------------------------------------------------------------------------------------------- the scheduler
 
 
 class ContinuousBatchScheduler:
     """Implements the rules above. ``batching`` "static" admits a batch only when the last one has ended, "none" one
-    request at a time: kept for comparison. ``preemption`` "swap" moves a victim's tokens to host pages while those
-    last, "recompute" computes them again. ``tokens_of(request_id)`` gives the known tokens, for prefix sharing.
+    request at a time: both for comparison. ``preemption`` "swap" moves a victim's tokens to host pages while those
+    last, "recompute" computes them again.
 
     A step costs O(running + new pages), and O(log waiting) for each request that begins or ends to wait.
     """
 
     def __init__(self, max_running: int = 8, policy: str | Policy = "fcfs", kv: KVCacheManager | None = None,
-                 batching: str = "continuous", preemption: str = "recompute",
-                 tokens_of: Callable[[str], Sequence[int]] | None = None) -> None:
+                 batching: str = "continuous", preemption: str = "recompute") -> None:
         if isinstance(max_running, bool) or not isinstance(max_running, int) or max_running < 1:
             raise RequestError(f"max_running must be an integer from 1, not {max_running!r}")
-        _choice("batching", batching, ("continuous", "static", "none"))
-        _choice("preemption", preemption, ("recompute", "swap"))
+        _require_one_of("batching", batching, ("continuous", "static", "none"))
+        _require_one_of("preemption", preemption, ("recompute", "swap"))
         if isinstance(policy, str) or not callable(getattr(policy, "rank", None)):
-            policy = POLICIES[_choice("policy", policy, tuple(POLICIES))]()
+            policy = POLICIES[_require_one_of("policy", policy, tuple(POLICIES))]()
         if kv is not None and not isinstance(kv, KVCacheManager):
             raise RequestError(f"kv must be a KVCacheManager or None, not {kv!r}")
         self.max_running = 1 if batching == "none" else max_running
         self.policy, self.batching, self.preemption, self.kv = policy, batching, preemption, kv
-        self._tables = BlockTables(kv, preemption == "swap",
-                                   tokens_of or (lambda request_id: self._live(request_id).request.prompt_tokens))
+        self._pages: KVCacheManager | UnlimitedPages = kv or UnlimitedPages()
         self._waiting = WaitingQueue()
         self._running: dict[str, SequenceState] = {}  # in order of admission
-        self._running_ids: tuple[str, ...] | None = None  # the same; None: changed since it was last told
-        self._in_order: list[SequenceState] | None = None  # in the policy's order; None: the same
-        self._in_flight: list[tuple[list[SequenceState], int]] = []  # handed so many tokens, not yet counted as computed
+        self._running_in_order: list[SequenceState] | None = []  # in the policy's order; None: to be sorted again
+        self._in_flight: list[tuple[SequenceState, int]] = []  # and tokens handed out to it
         self._finished: list[str] = []  # since the last decision
         self._failures: dict[str, str] = {}  # not yet taken
         self._steps = self._submitted = 0
@@ -533,34 +284,39 @@ class ContinuousBatchScheduler:
         serve it. max_tokens 0 finishes at once."""
         if not isinstance(request, Request):
             raise RequestError(f"request must be a Request, not {request!r}")
-        self.require_free(request.request_id)
+        self.check(request)
+        self.add(SequenceState(request))
+
+    def check(self, request: Request) -> None:
+        """The errors of ``submit``, without queueing the request."""
+        self._require_free(request.request_id)
         slots = len(request.prompt_tokens) + request.max_tokens - 1
         if self.kv and request.max_tokens and self.kv.pages_for(slots) > self.kv.total_pages:
             raise CapacityError(
                 f"{request.request_id}: prompt {len(request.prompt_tokens)} + max_tokens {request.max_tokens} - 1 = "
                 f"{slots} tokens need {self.kv.pages_for(slots)} pages of {self.kv.page_size}; the pool has "
                 f"{self.kv.total_pages}: ask for fewer tokens or enlarge the pool")
-        if request.max_tokens == 0:
-            self._finished.append(request.request_id)
+
+    def add(self, sequence: SequenceState) -> None:
+        """Queue the sequence of a request that ``check`` has passed."""
+        if sequence.request.max_tokens == 0:
+            self._finished.append(sequence.id)
         else:
-            self._waiting.push(self._new_sequence(request))
+            self._rank(sequence)
+            self._waiting.push(sequence)
 
-    def require_free(self, request_id: str) -> None:
-        """DuplicateRequestError while a live request has this id."""
-        if self._find(request_id):
-            raise DuplicateRequestError(f"request {request_id!r} is live; choose another id or cancel it first")
-
-    def fork(self, request_id: str, child: Request) -> None:
+    def fork(self, request_id: str, child: Request | SequenceState) -> None:
         """Start ``child`` where a running request stands now, on the same pages: another sample of one prompt, whose
         last generated token may differ. It runs at once, beyond max_running if need be (which limits admissions, not
         samples); pages are copied when either side writes to them."""
         parent = self._running.get(request_id)
         if parent is None:
             raise UnknownRequestError(f"request {request_id!r} is not running, so it cannot be forked")
-        self.require_free(child.request_id)
-        sequence = self._new_sequence(child)
+        sequence = SequenceState(child, list(parent.tokens)) if isinstance(child, Request) else child
+        self._require_free(sequence.id)
+        self._rank(sequence)
         sequence.computed, sequence.known, sequence.last_served = parent.computed, parent.known, parent.last_served
-        self._tables.fork(parent, sequence)
+        sequence.handle = self._pages.fork(parent.handle, sequence.id)  # type: ignore[arg-type]  # a running one has one
         self._run(sequence)
 
     def cancel(self, request_id: str) -> None:
@@ -568,17 +324,31 @@ class ContinuousBatchScheduler:
         self.finish(request_id, "cancelled")
 
     def finish(self, request_id: str, reason: str) -> None:
-        """End a live request for a reason seen by whoever computes, such as an end-of-sequence token. O(pages)."""
+        """End a live request because of something that the scheduler does not see, such as an end-of-sequence token;
+        ``reason`` names it in the error message. O(pages)."""
         sequence = self._find(request_id)
         if sequence is None:
             raise UnknownRequestError(f"request {request_id!r} cannot end as {reason!r}: it is not live, but finished "
                                       f"or was never submitted")
-        self._remove(sequence)
-        self._finished.append(request_id)
+        self._end(sequence)
 
     def fail(self, request_id: str, error: Exception) -> None:
-        """End a live request that cannot go on; ``take_failures`` tells it."""
-        self._fail(self._live(request_id), error)
+        """End a live request that cannot go on; ``take_failures`` reports it."""
+        self._fail(self.sequence(request_id), error)
+
+    def take_failures(self) -> dict[str, str]:
+        """Requests that ended because of their pages, with the reason; each is reported once. The owner of their
+        streams
+        must end those."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def sequence(self, request_id: str) -> SequenceState:
+        """The state of a live request. Whoever samples its tokens appends them to ``tokens``; the rest is to be
+        read."""
+        if (sequence := self._find(request_id)) is None:
+            raise UnknownRequestError(f"request {request_id!r} is not live")
+        return sequence
 
     def handle(self, request_id: str) -> KVHandle:
         """The KV handle of a running request."""
@@ -586,14 +356,6 @@ class ContinuousBatchScheduler:
         if sequence is None or sequence.handle is None:
             raise UnknownRequestError(f"request {request_id!r} is not running, so it holds no pages")
         return sequence.handle
-
-    def handles(self, request_ids: Sequence[str]) -> list[KVHandle]:
-        """Those of several running requests, asked for at once because every step does. Only with a page manager."""
-        running = self._running
-        try:
-            return [running[request_id].handle for request_id in request_ids]  # type: ignore[misc]  # who runs has one
-        except KeyError as missing:
-            raise UnknownRequestError(f"request {missing} is not running, so it holds no pages") from None
 
     # --------------------------------------------------------------------------------------------- step
 
@@ -605,8 +367,7 @@ class ContinuousBatchScheduler:
         plan = Plan(self._steps, budget_tokens, budget_tokens)
         self._steps += 1
         if budget_tokens:
-            for sequence in self._tables.lacking(self._running_in_order()):
-                self._provide_pages(plan, sequence)  # before anything is scheduled: who has a chunk is not preempted
+            self._plan_pages(plan)
             decode_first = self.policy.decode_first or self._decode_overdue(plan)
             if decode_first:
                 self._plan_decodes(plan)
@@ -617,102 +378,158 @@ class ContinuousBatchScheduler:
         else:
             for sequence in (*self._running.values(), *self._waiting.first(BYPASS_LIMIT)):
                 plan.reasons[sequence.id] = "waits: this step's budget is 0"
+        return self._decision(plan)
+
+    def _decision(self, plan: Plan) -> ScheduleDecision:
         finished, self._finished = tuple(self._finished), []
-        return ScheduleDecision(plan.step, plan.budget, plan.chunks, tuple(plan.admitted), tuple(plan.preempted),
-                                finished, self._waiting.ids, self._ids_running(),
-                                Reasons(plan.reasons, plan.chunks, plan.decoding), plan.found)
+        return ScheduleDecision(plan.step, plan.budget, tuple(plan.chunks), tuple(plan.admitted), tuple(plan.preempted),
+                                finished, self._waiting.ids, tuple(self._running), plan.decodes | plan.reasons,
+                                plan.found)
 
     def complete_step(self) -> None:
         """Count what the last step handed out as computed: requests that reach max_tokens are finished. Idempotent."""
         in_flight, self._in_flight = self._in_flight, []
-        running = self._running
-        for sequences, count in in_flight:
-            for sequence in sequences:
-                if running.get(sequence.id) is not sequence:
-                    continue  # cancelled or failed meanwhile; the id may already belong to a newer request
-                sequence.computed += count
-                try:
-                    self._tables.fill(sequence)
-                except Exception as error:  # its pages were taken away, say: it alone ends, with the reason
-                    self._fail(sequence, error)
-                    continue
-                if sequence.computed == sequence.known:
-                    sequence.known += 1
-                    if sequence.known == sequence.end:
-                        self.finish(sequence.id, "length")
+        for sequence, count in in_flight:
+            if self._running.get(sequence.id) is not sequence:
+                continue  # cancelled or failed meanwhile; the id may already belong to a newer request
+            sequence.computed += count
+            try:
+                self._pages.commit(sequence.handle, sequence.computed, sequence.tokens)  # type: ignore[arg-type]
+            except Exception as error:  # its pages were taken away, for example: it alone ends
+                self._fail(sequence, error)
+                continue
+            if sequence.computed == sequence.known:
+                sequence.known += 1
+                if sequence.generated == sequence.request.max_tokens:
+                    self._end(sequence)
 
     def abandon_step(self) -> None:
-        """The computation was interrupted: nothing of the last step counts, it will be handed out again."""
+        """The computation was interrupted: nothing of the last step counts, and it will be handed out again."""
         self._in_flight = []
-
-    def take_failures(self) -> dict[str, str]:
-        """Requests that were ended because their pages could not be provided, with the reason; each is told once.
-        Whoever owns their streams must end those."""
-        failures, self._failures = self._failures, {}
-        return failures
 
     # -------------------------------------------------------------------------------------------- pages
 
+    def _plan_pages(self, plan: Plan) -> None:
+        """Reserve a page for each running sequence that has outgrown its table. This comes before anything is
+        scheduled,
+        so a sequence that has a chunk is not preempted in the same step. While any page is shared every sequence is
+        asked, since a fork from outside may have made one of its pages read-only."""
+        page_size, sharing = self._pages.page_size, self._pages.sharing
+        for sequence in tuple(self._in_order()):
+            if sharing or not sequence.handle or sequence.known > len(sequence.handle.pages) * page_size:
+                self._provide_pages(plan, sequence)
+
     def _provide_pages(self, plan: Plan, sequence: SequenceState) -> None:
-        """Make all known positions of a running sequence writable: a page now and then while it decodes; a prompt has
-        its pages since its admission, unless somebody outside forked its table. Preempts from the last on until it
-        succeeds or the sequence itself had to go. Terminates: every round succeeds or ends somebody's running."""
+        """Make all known positions of a running sequence writable. Preempts from the last one on until that succeeds or
+        the sequence itself had to go. Terminates: every round succeeds or ends the running of one sequence."""
         while self._running.get(sequence.id) is sequence:
             try:
-                self._tables.reserve(sequence)
+                self._pages.reserve(sequence.handle, sequence.known)  # type: ignore[arg-type]
                 return
             except OutOfPagesError as refusal:
                 if len(self._running) > 1 or not self._refused_too_often(sequence, refusal):
-                    self._preempt(plan, self._running_in_order()[-1], sequence)
+                    self._preempt(plan, self._in_order()[-1], sequence)
             except Exception as error:  # concerns this request alone; the others go on
                 self._fail(sequence, error)
 
     def _preempt(self, plan: Plan, victim: SequenceState, needy: SequenceState) -> None:
-        pages = self._tables.page_count(victim)
-        swapped = self._tables.swap_out(victim)
-        if not swapped:
-            self._tables.close(victim)
+        """Take the pages of ``victim`` and send it back to its place in the queue."""
+        pages = self._page_count(victim)
+        victim.swapped = self.preemption == "swap" and self._swap_out(victim)
+        if not victim.swapped:
+            self._release(victim)
             victim.computed = 0
         self._stop_running(victim)
         victim.preempted = True
         victim.order = self.policy.rank(victim.request, victim.arrival_step, victim.generated), victim.order[1]
         self._waiting.push(victim)
         plan.preempted.append(victim.id)
-        fate = (f"keeps its {victim.computed} tokens in host pages" if swapped else
+        fate = (f"keeps its {victim.computed} tokens in host pages" if victim.swapped else
                 f"will compute its {victim.known} tokens again")
         plan.reasons[victim.id] = (f"preempted: {needy.id} needs a page and none is free; {victim.id} is last in "
                                    f"order, gives back {counted(pages, 'page')} and {fate}")
+
+    def _swap_out(self, sequence: SequenceState) -> bool:
+        """Move the tokens to host pages; False where that is impossible."""
+        try:
+            self.kv.swap_out(sequence.handle)  # type: ignore[union-attr, arg-type]
+        except Exception:  # the host pool is full, or there is nothing to copy: computing again is always right
+            return False
+        return True
+
+    def _open_table(self, plan: Plan, sequence: SequenceState) -> bool:
+        """Pages for all known tokens of a waiting sequence: its swapped ones brought back, or new ones behind a shared
+        prefix, whose tokens count as computed. On failure the reason is noted and nothing has changed."""
+        try:
+            if sequence.swapped and self.kv and sequence.handle:
+                self.kv.swap_in(sequence.handle, sequence.known)
+                sequence.swapped = False
+            else:
+                sequence.handle = self._pages.allocate(sequence.id, sequence.known, sequence.tokens,
+                                                       sequence.request.cache_salt)
+                sequence.computed = self._pages.length(sequence.handle)  # type: ignore[arg-type]
+        except OutOfPagesError as error:
+            if self._running or not self._refused_too_often(sequence, error):
+                needed = counted(self._pages.pages_for(sequence.known), "page")
+                plan.reasons[sequence.id] = (f"waits: needs {needed}, {self._pages.free_pages} free; "
+                                             f"{self._next_release()}")
+            return False
+        except Exception as error:  # not a lack of pages: this request cannot be served, the others can
+            self._fail(sequence, error)
+            return False
+        return True
+
+    def _next_release(self) -> str:
+        """The request that is nearest to its end, for the reason of a wait."""
+        if not self._running:
+            return "no running request will free any: pages are held from outside"
+        soonest = min(self._running.values(), key=lambda running: running.request.max_tokens - running.generated)
+        pages, left = self._page_count(soonest), soonest.request.max_tokens - soonest.generated
+        return f"{soonest.id} frees {pages} at its end, at most {counted(left, 'token')} away"
+
+    def _refused_too_often(self, sequence: SequenceState, error: OutOfPagesError) -> bool:
+        sequence.refusals += 1
+        if sequence.refusals >= REFUSAL_LIMIT:
+            self._fail(sequence, error)
+        return sequence.refusals >= REFUSAL_LIMIT
+
+    def _page_count(self, sequence: SequenceState) -> int:
+        owned = sequence.handle and self._pages.owns(sequence.handle)
+        return len(sequence.handle.pages) if owned and sequence.handle else 0
+
+    def _release(self, sequence: SequenceState) -> None:
+        """Give its pages back, unless an outside holder of the handle has already done so."""
+        if self.kv and sequence.handle and self.kv.owns(sequence.handle):
+            self.kv.release(sequence.handle)
+        sequence.handle, sequence.swapped = None, False
 
     # --------------------------------------------------------------------------------------- admissions
 
     def _plan_admissions(self, plan: Plan) -> None:
         """Admit from the head of the queue while slots, budget and pages last (see the module's rules)."""
-        if not self._waiting:
-            return
         refusal = self._closed(plan) or self._full(plan)
-        if refusal:
-            for sequence in self._waiting.first(BYPASS_LIMIT):
-                if sequence.id not in plan.reasons:
-                    plan.reasons[sequence.id] = refusal
-            return
-        blocked: SequenceState | None = None  # the first request that lacks pages
-        for sequence in self._waiting.first(self.max_running - len(self._running) + BYPASS_LIMIT):
+        free_slots = 0 if refusal else self.max_running - len(self._running)
+        blocked: SequenceState | None = None  # the first sequence that lacks pages
+        for sequence in self._waiting.first(free_slots + BYPASS_LIMIT):
             refusal = refusal or self._full(plan) or _held(blocked)
             if refusal:
-                plan.reasons[sequence.id] = refusal
-            elif self._open_table(sequence, plan):
-                self._waiting.remove(sequence)
-                self._run(sequence)
-                plan.admitted.append(sequence.id)
-                if sequence.computed and not sequence.preempted:
-                    plan.found[sequence.id] = sequence.computed
+                plan.reasons.setdefault(sequence.id, refusal)
+            elif self._open_table(plan, sequence):
+                self._admit(plan, sequence)
                 if blocked:
                     blocked.bypassed += 1
             elif self._waiting.get(sequence.id) is sequence:
                 blocked = blocked or sequence
 
+    def _admit(self, plan: Plan, sequence: SequenceState) -> None:
+        self._waiting.remove(sequence)
+        self._run(sequence)
+        plan.admitted.append(sequence.id)
+        if sequence.computed and not sequence.preempted:
+            plan.found[sequence.id] = sequence.computed
+
     def _closed(self, plan: Plan) -> str:
-        """Why nobody is admitted in this step, or ""."""
+        """Why no request is admitted in this step, or ""."""
         if plan.preempted:
             return "waits: no admission in a step that had to preempt"
         if self.batching == "static" and self._running:
@@ -720,7 +537,7 @@ class ContinuousBatchScheduler:
         return ""
 
     def _full(self, plan: Plan) -> str:
-        """Why nobody more is admitted in this step, or ""."""
+        """Why no further request is admitted in this step, or ""."""
         if len(self._running) >= self.max_running:
             return f"waits: {len(self._running)} of at most {self.max_running} requests are running"
         prefilling = sum(not sequence.decoding or sequence.id in plan.admitted for sequence in self._running.values())
@@ -729,53 +546,28 @@ class ContinuousBatchScheduler:
                     f"prompts are already being computed")
         return ""
 
-    def _open_table(self, sequence: SequenceState, plan: Plan) -> bool:
-        """Provide pages for all known tokens; on failure note why and change nothing."""
-        try:
-            self._tables.open(sequence)
-        except OutOfPagesError as error:
-            if self._running or not self._refused_too_often(sequence, error):
-                plan.reasons[sequence.id] = f"waits: {self._tables.lack(sequence)}; {self._next_release()}"
-            return False
-        except Exception as error:  # not a lack of pages: this request cannot be served, the others can
-            self._fail(sequence, error)
-            return False
-        return True
-
-    def _next_release(self) -> str:
-        """Who is nearest to its end, for the reason of a wait."""
-        if not self._running:
-            return "no running request will free any: pages are held from outside"
-        soonest = min(self._running.values(), key=lambda running: running.request.max_tokens - running.generated)
-        pages, left = self._tables.page_count(soonest), soonest.request.max_tokens - soonest.generated
-        return f"{soonest.id} frees {pages} at its end, at most {counted(left, 'token')} away"
-
     # ------------------------------------------------------------------------------ decodes and prefills
 
     def _plan_decodes(self, plan: Plan) -> None:
         """One token for each decoding request, the first in order first."""
-        decoding = [sequence for sequence in self._running_in_order() if sequence.last_served != plan.step
-                    and sequence.prompt_length <= sequence.computed == sequence.known - 1]  # .decoding, but quicker
+        decoding = [sequence for sequence in self._in_order()
+                    if sequence.decoding and sequence.last_served != plan.step]
         served = _least_recently_served(decoding, plan.left)
-        if served:
-            self._hand_out(plan, served, 1, "decode")
+        for sequence in served:
+            self._schedule(plan, sequence, 1, "decode")
         if len(served) < len(decoding):
             self._explain_turns(plan, decoding)
 
     def _decode_overdue(self, plan: Plan) -> bool:
-        """Has somebody who decodes waited AGING steps for others' prompts?"""
+        """Has a decoding request waited AGING steps for others' prompts?"""
         return any(running.decoding and plan.step - running.last_served > AGING for running in self._running.values())
 
     def _plan_prefills(self, plan: Plan) -> None:
         """Share what is left of the budget evenly among prompts, short ones first so that what they do not need
         goes to the longer ones. A request that was admitted in this step with one token left to compute (swapped in,
         or all of its tokens found) belongs here too, so that it does not idle until the next step."""
-        if len(plan.decoding) == len(self._running):  # as nearly always
-            return
         prefilling = [sequence for sequence in self._running.values() if sequence.last_served != plan.step
                       and (not sequence.decoding or sequence.id in plan.admitted)]
-        if not prefilling:
-            return
         served = _least_recently_served(prefilling, plan.left)
         served.sort(key=lambda sequence: (sequence.remaining, sequence.order))
         for i, sequence in enumerate(served):
@@ -785,26 +577,18 @@ class ContinuousBatchScheduler:
         if len(served) < len(prefilling):
             self._explain_turns(plan, prefilling)
 
-    # ------------------------------------------------------------------------------------------- inside
-
-    def _hand_out(self, plan: Plan, sequences: list[SequenceState], count: int, phase: str) -> None:
-        """A chunk of so many tokens for each of the sequences."""
-        plan.chunks.add(tuple([sequence.id for sequence in sequences]),
-                        tuple([sequence.computed for sequence in sequences]), count, phase)
-        plan.left -= count * len(sequences)
-        step = plan.step
-        for sequence in sequences:
-            sequence.last_served = step
-        self._in_flight.append((sequences, count))
-        if phase == "decode":
-            plan.decoding += sequences
-
     def _schedule(self, plan: Plan, sequence: SequenceState, count: int, phase: str) -> None:
-        """A chunk for one sequence, with its reason."""
-        self._hand_out(plan, [sequence], count, phase)
-        if phase == "decode":
-            return
+        """Hand out a chunk of ``count`` tokens, with its reason."""
         start, end = sequence.computed, sequence.computed + count
+        plan.chunks.append(ScheduledChunk(sequence.id, start, count, phase))
+        plan.left -= count
+        sequence.last_served = plan.step
+        self._in_flight.append((sequence, count))
+        if phase == "decode":
+            number = end - sequence.prompt_length + 1
+            plan.decodes[sequence.id] = (f"decodes position {start}: token {number} of at most "
+                                         f"{sequence.request.max_tokens}")
+            return
         admitted = "admitted; " if sequence.id in plan.admitted else ""
         left = f", {sequence.known - end} left for later steps (budget {plan.budget})" if end < sequence.known else ""
         plan.reasons[sequence.id] = f"{admitted}prefills positions {start} to {end - 1} of {sequence.known}{left}"
@@ -815,56 +599,47 @@ class ContinuousBatchScheduler:
                 plan.reasons[sequence.id] = (f"waits for its turn: {len(self._running)} requests want a part of the "
                                              f"{plan.budget} budget tokens")
 
-    def _new_sequence(self, request: Request) -> SequenceState:
-        rank = self.policy.rank(request, self._steps, 0)
+    # ------------------------------------------------------------------------------------------- queues
+
+    def _rank(self, sequence: SequenceState) -> None:
+        """Its place among all live requests, from now on."""
         self._submitted += 1
-        return SequenceState(request, self._steps, (rank, self._submitted))
+        sequence.arrival_step = self._steps
+        sequence.order = self.policy.rank(sequence.request, self._steps, 0), self._submitted
 
     def _find(self, request_id: str) -> SequenceState | None:
         if not isinstance(request_id, str):
             return None
         return self._running.get(request_id) or self._waiting.get(request_id)
 
-    def _live(self, request_id: str) -> SequenceState:
-        sequence = self._find(request_id)
-        if sequence is None:
-            raise UnknownRequestError(f"request {request_id!r} is not live")
-        return sequence
+    def _require_free(self, request_id: str) -> None:
+        if self._find(request_id):
+            raise DuplicateRequestError(f"request {request_id!r} is live; choose another id or cancel it first")
 
-    def _ids_running(self) -> tuple[str, ...]:
-        if self._running_ids is None:
-            self._running_ids = tuple(self._running)
-        return self._running_ids
-
-    def _running_in_order(self) -> list[SequenceState]:
-        if self._in_order is None:
-            self._in_order = sorted(self._running.values(), key=_order)
-        return self._in_order
+    def _in_order(self) -> list[SequenceState]:
+        """The running sequences in the policy's order."""
+        if self._running_in_order is None:
+            self._running_in_order = sorted(self._running.values(), key=_order)
+        return self._running_in_order
 
     def _run(self, sequence: SequenceState) -> None:
         self._running[sequence.id] = sequence
-        self._running_ids = self._in_order = None
+        self._running_in_order = None
 
     def _stop_running(self, sequence: SequenceState) -> None:
         if self._running.pop(sequence.id, None):
-            self._running_ids = self._in_order = None
+            self._running_in_order = None
 
-    def _remove(self, sequence: SequenceState) -> None:
-        """Take a sequence out of every queue and give its pages back."""
+    def _end(self, sequence: SequenceState) -> None:
+        """Take a sequence out of its queue and give its pages back."""
         self._stop_running(sequence)
         self._waiting.remove(sequence)
-        self._tables.close(sequence)
-
-    def _refused_too_often(self, sequence: SequenceState, error: OutOfPagesError) -> bool:
-        sequence.refusals += 1
-        if sequence.refusals >= REFUSAL_LIMIT:
-            self._fail(sequence, error)
-        return sequence.refusals >= REFUSAL_LIMIT
+        self._release(sequence)
+        self._finished.append(sequence.id)
 
     def _fail(self, sequence: SequenceState, error: Exception) -> None:
-        self._remove(sequence)
         self._failures[sequence.id] = f"{type(error).__name__}: {error}"
-        self._finished.append(sequence.id)
+        self._end(sequence)
 
 
 def _least_recently_served(sequences: list[SequenceState], number: int) -> list[SequenceState]:
@@ -875,12 +650,13 @@ def _least_recently_served(sequences: list[SequenceState], number: int) -> list[
 
 
 def _held(blocked: SequenceState | None) -> str:
+    """Why the queue waits behind a sequence that was overtaken too often, or ""."""
     if blocked and blocked.bypassed >= BYPASS_LIMIT:
         return f"waits: {blocked.id} lacks pages and was overtaken {blocked.bypassed} times, so the queue holds for it"
     return ""
 
 
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
+def _require_one_of(name: str, value: object, allowed: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in allowed:
         raise RequestError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
     return value

@@ -60,7 +60,6 @@ from .schema import (
     REQUEST_SHAPE,
     Request,
     TokenEvent,
-    TokenFields,
 )
 
 # --------------------------------------------------------------------------------------------------------------- events
@@ -93,7 +92,7 @@ class Timeline:
 
     def __init__(self, keep: int = KEPT_EVENTS) -> None:
         self.header: Event = {}
-        self._events: deque[Event | TokenFields] = deque(maxlen=keep)  # as they came: see _event
+        self._events: deque[Event | TokenEvent] = deque(maxlen=keep)  # as they came: see _event
         self.listeners: list[Callable[[Event], None]] = []
         self._lock = RLock()  # what is appended while a listener is given the past comes to it afterwards
         self._untold: deque[Event] = deque()  # what a listener brings about waits until all have heard what came before
@@ -138,7 +137,7 @@ class Timeline:
             if self.listeners:
                 self._tell(_event(event))
 
-    def tokens(self, tokens: Collection[TokenFields]) -> None:
+    def tokens(self, tokens: Collection[TokenEvent]) -> None:
         """Append tokens as they wait for their readers: most events are tokens, so nothing more is made of them here.
         Their top_logprobs, which are no part of the event, had better be (): all of them are as long as the vocabulary.
         """
@@ -195,13 +194,12 @@ class Timeline:
                 self._let_go(write)
 
 
-def _event(entry: Event | TokenFields) -> Event:
+def _event(entry: Event | TokenEvent) -> Event:
     """An entry as it is told. Tokens and steps come as they are elsewhere, and nearly all entries are one or the other:
     what it takes to make plain lists and dictionaries of them is spent when somebody looks."""
     if isinstance(entry, tuple):
-        token = TokenEvent._make(entry)
-        return {"event": "token", "step": token.step + 1, "time": token.time, "request": token.sequence_id,
-                "index": token.index, "token": token.token, "text": token.text}
+        return {"event": "token", "step": entry.step + 1, "time": entry.time, "request": entry.sequence_id,
+                "index": entry.index, "token": entry.token, "text": entry.text}
     if entry["event"] != "step":
         return entry
     names = {key: list(entry[key]) for key in ("admitted", "preempted", "waiting", "running")}
@@ -218,15 +216,8 @@ def _open_to_write(path: str | Path) -> TextIO:
 
 # --------------------------------------------------------------------------------------------------------- the recorder
 
-#: M6 · The engine's pen: it turns what happens into timeline events, and the timeline into metrics.
-#:
-#: While a step is being planned, the page manager and the faults already tell what they do; that is written after the
-#: step's own event, so that a timeline reads in the order of cause and effect. A step's tokens have one time and are
-#: written together, as far as nothing else happens between them. Everything else is written at once.
-
-
 class Collector(Protocol):
-    """What adds events up as they come: ``metrics.MetricsCollector``."""
+    """Adds events up as they come: ``metrics.MetricsCollector``."""
 
     def observe(self, event: Event) -> None: ...
 
@@ -234,17 +225,22 @@ class Collector(Protocol):
 
 
 class Recorder:
-    """Stamps every event with the number of completed steps and the clock's time."""
+    """Turns what the engine does into events, stamped with the number of completed steps and the clock's time.
+
+    While a step is being planned, the page manager and the faults already report what they do. These events are written
+    after the step's own event, so that a timeline reads in the order of cause and effect. A step's tokens have one time
+    and are written together, as far as nothing else happens between them. Everything else is written at once.
+    """
 
     def __init__(self, clock: Callable[[], float], collector: Collector) -> None:
         self.clock = clock
         self.steps = 0
         self.now = clock()  # the time of the last event
-        self.tokens: dict[str, TokenFields] = {}  # the last ones, of sequences, that are not yet written
         self.timeline = Timeline()
         self._collector = collector
+        self._tokens: dict[str, TokenEvent] = {}  # the newest ones, by sequence, not yet written
         self._held_back: list[tuple[str, Event]] | None = None  # while a step is being planned
-        self._under_way = False  # a step was planned, and is not yet completed
+        self._planned = False  # a step was planned, and is not yet completed
 
     def raise_trouble(self) -> None:
         """Raise what a listener failed with, now that nothing is left half done."""
@@ -263,57 +259,61 @@ class Recorder:
         else:
             self._held_back.append((event, fields))
 
-    def write_tokens(self) -> None:
-        """Write ``tokens``, whose time is ``now``."""
-        if self.tokens:
-            tokens, self.tokens = self.tokens, {}
-            self._collector.tokens(list(tokens), self.now)
-            self.timeline.tokens(tokens.values())
-
     def submitted(self, request: Request) -> None:
-        """A request was queued: all of it, what has its default aside."""
+        """A request was queued: all of it, except for fields that have their defaults."""
         fields = REQUEST_SHAPE.dump(request)
         assert isinstance(fields, dict)
         self.event("submit", request=fields.pop("request_id"),
                    **{key: value for key, value in fields.items() if key != "arrival"})  # that is the event's time
 
-    def hold_back(self) -> None:
-        """A step is being planned: events wait until ``write_held_back``, after the step that ``planned`` tells."""
+    @contextmanager
+    def holding_back(self) -> Iterator[None]:
+        """A step is being planned: what happens meanwhile is written at the end of the block, however it ends."""
         self._held_back = []
-
-    def write_held_back(self) -> None:
-        """Planning is over, however it ended."""
-        held_back, self._held_back = self._held_back or (), None
-        for event, fields in held_back:
-            self._append(event, fields)
+        try:
+            yield
+        finally:
+            held_back, self._held_back = self._held_back, None
+            for event, fields in held_back:
+                self._append(event, fields)
 
     def planned(self, decision: ScheduleDecision, computed: int, kv: KVCacheManager) -> None:
         """A step was planned; ``computed`` positions will go through the decoder."""
         self._append("step", {
             "budget": decision.budget_tokens, "computed": computed,
-            "chunks": decision.planned, "admitted": decision.admitted, "preempted": decision.preempted,
-            "waiting": decision.waiting, "running": decision.running, "reasons": decision.why,
+            "chunks": decision.chunks, "admitted": decision.admitted, "preempted": decision.preempted,
+            "waiting": decision.waiting, "running": decision.running, "reasons": decision.reasons,
             "found": decision.found, "used_pages": kv.used_pages,
             "empty_slots": kv.internal_fragmentation()})
-        self._under_way = True
+        self._planned = True
 
     def abandoned(self) -> None:
-        """The step was interrupted. Not told of one whose plan was not told either."""
-        if self._under_way:
-            self._under_way = False
+        """The step was interrupted. Written only if its plan was."""
+        if self._planned:
+            self._planned = False
             self._append("abandon", {})
 
     def step_completed(self) -> None:
-        """The step's numbers are there: time moves on before its tokens are told."""
-        self._under_way = False
+        """The step's numbers are there: time moves on before its tokens are recorded."""
+        self._planned = False
         self.steps += 1
         if isinstance(self.clock, VirtualClock):
             self.clock.tick()
         self.now = self.clock()
 
-    def page_change(self, change: str, request_id: str, pages: tuple[int, ...], used_pages: int) -> None:
-        """A block table changed."""
-        self.event("pages", change=change, request=request_id, pages=list(pages), used_pages=used_pages)
+    def token(self, sequence_id: str, token: TokenEvent) -> None:
+        """A token of the step that was just completed. Listeners hear of it at once, as they may cancel the next
+        one."""
+        self._tokens[sequence_id] = token._replace(top_logprobs=()) if token.top_logprobs else token
+        if self.timeline.listeners:
+            self.write_tokens()
+
+    def write_tokens(self) -> None:
+        """Write the tokens that wait, whose time is ``now``."""
+        if self._tokens:
+            tokens, self._tokens = self._tokens, {}
+            self._collector.tokens(list(tokens), self.now)
+            self.timeline.tokens(tokens.values())
 
     def _append(self, event: str, fields: Event) -> None:
         self.write_tokens()

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from starter.backend import ReferenceBackend
 from starter.base.tokenizer import CharacterTokenizer
 from starter.base.weights import seeded_weights
-from starter.engine import InferenceEngine, Loaded
-from starter.model import Model
+from starter.engine import InferenceEngine
+from starter.model import Loaded, Model
 from starter.reference import reference_generate
 from starter.scheduler import POLICIES
 from starter.schema import CharacterVocabulary, EngineSettings, ModelConfig, SamplingParams, TokenEvent
@@ -199,9 +199,9 @@ class EngineCase(unittest.TestCase):
         engine.kv.check()
         self.assertEqual((engine.kv.free_pages, engine.active), (engine.kv.total_pages, ()))
         self.assertEqual(engine.kv.free_host_pages, engine.kv.total_host_pages)
-        self.assertFalse(engine._requests.streams or engine._requests.samples)  # nothing is remembered: K001, K003
+        self.assertFalse(engine._core.streams or engine._core.samples)  # nothing is remembered: K001, K003
 
     def picture(self, engine: InferenceEngine) -> object:
         """All that can be observed, the count of refusals aside."""
-        streams = {name: engine.status(name) for name in engine._requests.streams}
+        streams = {name: engine.status(name) for name in engine._core.streams}
         return engine.active, engine.steps, engine.kv.stats(), streams, replace(engine.metrics(), refused=0)

@@ -11,7 +11,7 @@ from math import exp, fsum, log, nan
 
 from starter.backend import ReferenceBackend
 from starter.base.tokenizer import CharacterTokenizer, TextStream
-from starter.engine import InferenceEngine, Loaded
+from starter.engine import InferenceEngine
 from starter.errors import (
     BackendError,
     CapacityError,
@@ -22,7 +22,7 @@ from starter.errors import (
     SchemaError,
     UnknownRequestError,
 )
-from starter.model import Model
+from starter.model import Loaded, Model
 from starter.reference import reference_logits
 from starter.sampling import Draws, choose_token
 from starter.schema import CharacterVocabulary, SamplingParams, TokenEvent

@@ -260,7 +260,7 @@ class Failures(EngineCase):
     def test_an_interrupt_within_the_page_manager_gives_nobody_wrong_tokens(self) -> None:
         """At the k-th line of the scheduler's and the page manager's code: the engine says that it has stopped. Or it
         goes on, since between two steps ``run`` asks whether there is work."""
-        within, stopped = ("scheduler.py", "block_tables.py", "kv_cache.py", "pages.py"), 0
+        within, stopped = ("scheduler.py", "sequences.py", "kv_cache.py"), 0
         for k in range(0, 2500, 29):
             engine = make_engine(**TIGHT)
             self.submit(engine, FIVE)
@@ -279,8 +279,7 @@ class Failures(EngineCase):
         self.assertGreater(stopped, 70)
 
     def test_an_interrupt_while_a_request_is_submitted_leaves_it_whole_or_out_or_stops_the_engine(self) -> None:
-        within = ("engine.py", "request_table.py", "scheduler.py", "sequences.py", "recorder.py", "timeline.py",
-                  "metrics.py", "answers.py")
+        within = ("engine.py", "core.py", "scheduler.py", "sequences.py", "timeline.py", "metrics.py")
         outcomes = Counter[str]()
         for max_tokens in (3, 0):
             submit = partial(InferenceEngine.submit, prompt_tokens=[1, 2, 3], max_tokens=max_tokens, request_id="r")
@@ -302,7 +301,7 @@ class Failures(EngineCase):
         self.assertIn("active", repr(engine))
         try:
             engine.run()
-            ended = "whole" if "r" in engine._requests.streams else "out"
+            ended = "whole" if "r" in engine._core.streams else "out"
         except EngineError as error:
             self.assertIn("has stopped: KeyboardInterrupt", str(error))
             ended = "stopped"
@@ -380,7 +379,7 @@ class Failures(EngineCase):
             engine = make_engine(**TIGHT)
             self.submit(engine, FIVE)
             self.assertRaises(KeyboardInterrupt, self.interrupted_at, engine, k,
-                              ("engine.py", "layout.py", "answers.py", "executor.py"), "_on_pages")
+                              ("engine.py", "core.py"), "_on_pages")
             ended = "interrupted"
             try:
                 engine.run()

@@ -291,7 +291,7 @@ class RunTest(unittest.TestCase):
                         raise RuntimeError("a broken cable")
 
                 engine = make_engine(FaultyBackend(fault), page_size=2, num_pages=18, budget_tokens=6, max_running=4)
-                engine._recorder.clock = ClockOfTheWall(dice)
+                engine._core.recorder.clock = ClockOfTheWall(dice)
                 accepted, read = 0, []
                 for i in range(12):
                     with suppress(EngineError):
@@ -305,7 +305,7 @@ class RunTest(unittest.TestCase):
                     self.assertEqual(self.check(engine).submitted, accepted)
                 engine.run()
                 metrics = self.check(engine)
-                for name in list(engine._requests.streams):
+                for name in list(engine._core.streams):
                     read += engine.poll(name)
                 self.assertEqual(sum(metrics.finished.values()), accepted)
                 self.assertEqual((metrics.running, metrics.waiting, metrics.kv_pages), (0, 0, 0))

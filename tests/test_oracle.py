@@ -20,8 +20,8 @@ from scripts.peers import Llama2Py, Transformers, ungrouped
 from starter.backend import Batch, Piece, ReferenceBackend
 from starter.base.weights import Tensor, seeded_weights
 from starter.checkpoints.llama2c import UNSAID, read_llama2c, write_llama2c
-from starter.engine import InferenceEngine, play, scenario_weights
-from starter.model import Model
+from starter.engine import InferenceEngine, play
+from starter.model import Model, scenario_weights
 from starter.reference import reference_generate
 from starter.schema import ModelConfig, Scenario, load_scenario
 from tests.extras import needs

@@ -8,7 +8,7 @@ from itertools import product
 from unittest import mock
 
 from starter.backends.int8_pages import Int8KVStore
-from starter.engine import make_cache, most_tails, pages_within
+from starter.core import make_cache, most_tails, pages_within
 from starter.errors import CapacityError
 from starter.schema import EngineSettings
 from tests.support import HEALTHY

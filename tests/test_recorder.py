@@ -29,16 +29,15 @@ class RecorderTest(unittest.TestCase):
         self.assertEqual(self.collector.snapshot().ttft.mean, 0.5)
 
     def test_page_changes_follow_the_step_that_planned_them_and_precede_what_comes_after(self) -> None:
-        kv = KVCacheManager(4, 2, observer=lambda change, request_id, pages: self.recorder.page_change(
-            change, request_id, pages, kv.total_pages - kv.free_pages))
+        kv = KVCacheManager(4, 2, observer=lambda change, request_id, pages: self.recorder.event(
+            "pages", change=change, request=request_id, pages=list(pages), used_pages=kv.used_pages))
         scheduler = ContinuousBatchScheduler(kv=kv)
         request = Request("r", (1, 2, 3), 1)
         scheduler.submit(request)
         self.recorder.submitted(request)
-        self.recorder.hold_back()
-        decision = scheduler.step(8)
-        self.recorder.planned(decision, decision.scheduled_tokens, kv)
-        self.recorder.write_held_back()
+        with self.recorder.holding_back():
+            decision = scheduler.step(8)
+            self.recorder.planned(decision, decision.scheduled_tokens, kv)
         scheduler.finish("r", "stop")
         self.recorder.event("note")
         self.assertEqual(self.kinds(), ["header", "submit", "step", "pages", "pages", "note"])
@@ -48,18 +47,17 @@ class RecorderTest(unittest.TestCase):
         self.assertEqual((release["change"], release["used_pages"]), ("release", 0))
 
     def test_a_plan_that_fails_still_tells_what_it_has_changed(self) -> None:
-        self.recorder.hold_back()
-        self.recorder.page_change("allocate", "r", (1, 2), 2)
-        self.assertEqual(self.kinds(), ["header"])
-        self.recorder.write_held_back()
+        with self.assertRaises(OSError), self.recorder.holding_back():
+            self.recorder.event("pages", change="allocate", request="r", pages=[1, 2], used_pages=2)
+            self.assertEqual(self.kinds(), ["header"])
+            raise OSError
         self.recorder.event("note")
         self.assertEqual(self.kinds(), ["header", "pages", "note"])
 
     def test_a_step_is_abandoned_once_and_only_if_its_plan_was_told_and_it_was_not_completed(self) -> None:
         def plan() -> None:
-            self.recorder.hold_back()
-            self.recorder.planned(ContinuousBatchScheduler().step(8), 0, KVCacheManager(4, 2))
-            self.recorder.write_held_back()
+            with self.recorder.holding_back():
+                self.recorder.planned(ContinuousBatchScheduler().step(8), 0, KVCacheManager(4, 2))
 
         self.recorder.abandoned()
         plan()
@@ -74,7 +72,7 @@ class RecorderTest(unittest.TestCase):
         self.assertEqual((self.recorder.steps, self.collector.snapshot().steps), (1, 1))
 
     def test_outside_a_plan_everything_is_told_at_once(self) -> None:
-        self.recorder.page_change("release", "r", (1,), 0)
+        self.recorder.event("pages", change="release", request="r", pages=[1], used_pages=0)
         self.assertEqual(list(self.recorder.timeline)[1:], [
             {"event": "pages", "step": 0, "time": 0.0, "change": "release", "request": "r", "pages": [1],
              "used_pages": 0}])
@@ -92,7 +90,7 @@ class RecorderTest(unittest.TestCase):
             self.recorder.event("submit", request=name, prompt_tokens=[1], max_tokens=2)
         self.recorder.step_completed()
         for name in "ab":
-            self.recorder.tokens[name] = TokenEvent(name, 0, 5, "x", 0, self.recorder.now)
+            self.recorder.token(name, TokenEvent(name, 0, 5, "x", 0, self.recorder.now))
         self.assertEqual((self.kinds(), self.collector.snapshot().output_tokens), (["submit", "submit"], 0))
         self.recorder.event("finish", request="a", reason="stop", tokens=1)
         self.recorder.write_tokens()  # there are none left

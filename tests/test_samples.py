@@ -188,7 +188,7 @@ class Cancel(EngineCase):
                 engine.step()
             if engine.status("r").finish_reason:
                 continue
-            old = engine._requests.streams["r"]
+            old = engine._core.streams["r"]
             ended_before |= {sample.number for sample in old.samples if sample.finish_reason}
             reader = engine.stream("r")
             engine.cancel("r")
@@ -282,7 +282,7 @@ class Ids(EngineCase):
         first = min(range(1, 3), key=lambda number: len(solo(ask)[number]))
         engine = make_engine(page_size=2)
         self.submit(engine, {"r": ask})
-        while engine._requests.streams["r"].samples[first].finish_reason is None:
+        while engine._core.streams["r"].samples[first].finish_reason is None:
             engine.step()
         self.assertIsNone(engine.status("r").finish_reason)
         self.submit(engine, {f"r#{first}": FIVE["b"]})

@@ -7,6 +7,7 @@ import unittest
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import product
+from unittest import mock
 
 from starter.errors import CapacityError, DuplicateRequestError, RequestError, UnknownRequestError
 from starter.kv_cache import KVCacheManager
@@ -593,8 +594,9 @@ class SharedPrefixes(unittest.TestCase):
     def test_a_preempted_request_finds_its_own_pages(self) -> None:
         """K038"""
         kv = KVCacheManager(10, 2, prefix_sharing=True)
-        watch = Watch(self, ContinuousBatchScheduler(2, kv=kv, tokens_of=lambda name: [0] * 20))
+        watch = Watch(self, ContinuousBatchScheduler(2, kv=kv))
         watch.submit(request("a", 4, 6))
+        watch.scheduler.sequence("a").tokens += [0] * 16  # what it will generate
         watch.step(16)
         for _ in range(3):
             watch.step(16)
@@ -614,10 +616,58 @@ class Handles(unittest.TestCase):
         for name in "abc":
             scheduler.submit(request(name, 4, 2))
         scheduler.step(16)
-        self.assertEqual(scheduler.handles(("b", "a")), [scheduler.handle("b"), scheduler.handle("a")])
-        for ids in (("a", "c"), ("x",)):
-            with self.assertRaisesRegex(UnknownRequestError, f"request '{ids[-1]}' is not running"):
-                scheduler.handles(ids)
+        self.assertEqual([scheduler.handle(name).request_id for name in "ba"], ["b", "a"])
+        for name in "cx":
+            with self.assertRaisesRegex(UnknownRequestError, f"request '{name}' is not running"):
+                scheduler.handle(name)
+
+
+class PagesReserved(unittest.TestCase):
+    """Which running sequences a step asks the page manager for."""
+
+    def setUp(self) -> None:
+        self.kv = KVCacheManager(12, 2, host_pages=3)
+        self.scheduler = ContinuousBatchScheduler(2, kv=self.kv, preemption="swap")
+        for name in "ab":
+            self.scheduler.submit(request(name, 5, 6))
+        self.scheduler.step(16)
+
+    def asked(self) -> list[str]:
+        """Of the next step."""
+        with mock.patch.object(self.kv, "reserve", wraps=self.kv.reserve) as reserve:
+            self.scheduler.step(16)
+        return [call.args[0].request_id for call in reserve.call_args_list]
+
+    def test_those_that_outgrow_their_pages(self) -> None:
+        self.assertEqual([self.asked() for _ in range(4)], [[], ["a", "b"], [], ["a", "b"]])  # 6, 7, 8 and 9 tokens
+
+    def test_all_while_a_page_is_shared_that_might_be_written(self) -> None:
+        self.scheduler.complete_step()
+        outside = self.kv.fork(self.scheduler.handle("a"), "outside")
+        self.assertEqual(self.asked(), ["a", "b"])
+        self.kv.release(outside)
+        self.assertEqual(self.asked(), ["a", "b"])  # 7 tokens: both outgrow their pages
+        self.assertEqual(self.asked(), [])
+
+    def test_those_whose_pages_were_taken_away(self) -> None:
+        self.kv.release(self.scheduler.handle("b"))
+        self.assertEqual(self.asked(), [])  # what was in flight is committed first, and b ends there
+        self.assertEqual(list(self.scheduler.take_failures()), ["b"])
+        self.scheduler.complete_step()
+        self.kv.swap_out(self.scheduler.handle("a"))
+        self.assertEqual(self.asked(), ["a"])
+        self.assertEqual(list(self.scheduler.take_failures()), ["a"])
+        self.assertEqual((self.kv.free_pages, self.kv.free_host_pages), (12, 3))
+
+    def test_none_without_a_page_manager(self) -> None:
+        scheduler = ContinuousBatchScheduler(2, preemption="swap")
+        scheduler.submit(request("a", 3, 2))
+        scheduler.step(8)
+        self.assertRaises(UnknownRequestError, scheduler.handle, "a")
+        scheduler.complete_step()
+        scheduler.fork("a", request("a#1", 3, 2))
+        self.assertEqual(len(scheduler.step(8).chunks), 2)
+        self.assertEqual(scheduler.step(8).finished, ("a", "a#1"))
 
 
 class Forks(unittest.TestCase):

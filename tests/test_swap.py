@@ -10,8 +10,9 @@ from itertools import product
 
 from starter.engine import InferenceEngine
 from starter.errors import EngineError
-from starter.scheduler import BYPASS_LIMIT, SequenceState
+from starter.scheduler import BYPASS_LIMIT
 from starter.schema import SamplingParams
+from starter.sequences import SequenceState
 from tests.support import FIVE, TIGHT, Ask, EngineCase, make_engine, prompt_of
 
 SWAP = {**TIGHT, "preemption": "swap"}

@@ -107,10 +107,10 @@ class Locked(unittest.TestCase):
     def test_every_method_holds_the_lock_while_it_looks_at_requests(self) -> None:
         """Of the engine's tables of requests, and with them of all that hangs on an entry."""
         engine = make_engine()
-        engine._requests.streams = watched(engine._requests.streams, engine._news._is_owned)
-        engine._requests.samples = watched(engine._requests.samples, engine._news._is_owned)
+        engine._core.streams = watched(engine._core.streams, engine._news._is_owned)
+        engine._core.samples = watched(engine._core.samples, engine._news._is_owned)
         with self.assertRaisesRegex(AssertionError, "get without the lock"):
-            engine._requests.streams.get("r")
+            engine._core.streams.get("r")
         Ask((1, 2), 4).submit(engine, "r")
         engine.step()
         self.assertEqual((engine.active, engine.status("r").state, len(engine.poll("r"))), (("r",), "running", 1))

@@ -8,10 +8,11 @@ import sys
 import time
 
 from starter.backend import Batch, Piece, ReferenceBackend, ReferenceKVStore
-from starter.engine import Executor, InferenceEngine, Sample
+from starter.core import ModelRunner
+from starter.engine import InferenceEngine
 from starter.kv_cache import KVCacheManager
 from starter.model import Model
-from starter.schema import TokenEvent
+from starter.sequences import Sample
 
 from .mistake import mistake
 
@@ -39,9 +40,9 @@ def tokens_equal_to_everything(patch):
     """Tampering: tokens that are equal to whatever they are compared with."""
     right = Sample.add
 
-    def add(self, choice, step, time):
-        event = TokenEvent._make(right(self, choice, step, time))
-        event = self.events[-1] = event._replace(token=Anything(event.token))
+    def add(self, choice, *arguments):
+        event = right(self, choice, *arguments)
+        event = self.stream.events[-1] = event._replace(token=Anything(event.token))
         return event
 
     patch(Sample, "add", add)
@@ -162,7 +163,7 @@ def private_recompute(patch):
 @mistake(None, "M2KVCache.test_stored_numbers_are_what_counts", says="pages are for show. There must be one store")
 def store_for_show(patch):
     """The page manager's store is for show: the decoder is given another one of the same size."""
-    right, right_copy = Executor.__init__, ReferenceKVStore.copy_page
+    right, right_copy = ModelRunner.__init__, ReferenceKVStore.copy_page
 
     def twin(store):
         return beside(store).setdefault("twin", ReferenceKVStore(
@@ -175,5 +176,5 @@ def store_for_show(patch):
         right_copy(self, source, target, origin)
         right_copy(twin(self), source, target, twin(origin) if origin else None)
 
-    patch(Executor, "__init__", init)
+    patch(ModelRunner, "__init__", init)
     patch(ReferenceKVStore, "copy_page", copy_page)

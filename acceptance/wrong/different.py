@@ -9,7 +9,7 @@ from starter import quantization as grids
 from starter.backend import ReferenceKVStore
 from starter.kv_cache import PagePool
 from starter.quantization import Grid
-from starter.scheduler import Chunks, ContinuousBatchScheduler
+from starter.scheduler import ContinuousBatchScheduler
 
 from .mistake import different
 
@@ -77,13 +77,11 @@ def newest_first_within_a_step(patch):
 
     def reversed_step(self, budget_tokens):
         decision = step(self, budget_tokens)
-        backwards = [run._replace(request_ids=run.request_ids[::-1], starts=run.starts[::-1])
-                     for run in reversed(decision.planned.runs)]
-        return decision._replace(planned=Chunks(backwards))
+        return decision._replace(chunks=decision.chunks[::-1])
 
     def preempt_the_largest(self, plan, victim, needy):
         others = sorted(self._running.values(), key=lambda sequence: sequence.order)[1:]
-        preempt(self, plan, max(others, key=lambda sequence: (self._tables.page_count(sequence), sequence.order),
+        preempt(self, plan, max(others, key=lambda sequence: (self._page_count(sequence), sequence.order),
                                 default=victim), needy)
 
     patch(ContinuousBatchScheduler, "step", reversed_step)

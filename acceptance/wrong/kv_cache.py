@@ -6,7 +6,7 @@ from pathlib import Path
 
 from starter import backend as cpu_backend
 from starter.backend import Batch, Piece, ReferenceBackend
-from starter.engine import Answers, Layout
+from starter.core import EngineCore
 from starter.kv_cache import KVCacheManager
 from starter.model import Model
 from starter.sampling import Choice
@@ -23,36 +23,36 @@ def golden_tokens_hard_coded(patch):
     """Golden tokens hard-coded: wrong under a fresh seed or fresh weights."""
     scenario = load_scenario(FIXTURE)
     answers = {request.prompt_tokens: scenario.golden.tokens[request.request_id] for request in scenario.requests}
-    right = Answers._choice
+    right = EngineCore._choice
 
     def choice(self, sample, row):
-        answer = answers.get(sample.stream.request.prompt_tokens, ())[sample.generated:]
+        answer = answers.get(sample.stream.request.prompt_tokens, ())[sample.delivered:]
         return Choice(answer[0], -1.0) if answer else right(self, sample, row)
 
-    patch(Answers, "_choice", choice)
+    patch(EngineCore, "_choice", choice)
 
 
 @mistake(2, "M2KVCache.test_work_grows_linearly", says="hidden recomputation")
 def hidden_recompute(patch):
     """Hidden recompute instead of a cache: positions computed grow quadratically."""
-    right = Layout._pieces
+    right = EngineCore._piece
 
-    def pieces(self, chunks, found):
-        for tokens, start, pages, wants_logits in right(self, chunks, found):
-            yield found[-1].tokens[:start + len(tokens)], 0, pages, wants_logits
+    def piece(self, sample, chunk):
+        tokens, start, pages, wants_logits = right(self, sample, chunk)
+        return Piece(sample.tokens[:start + len(tokens)], 0, pages, wants_logits)
 
-    patch(Layout, "_pieces", pieces)
+    patch(EngineCore, "_piece", piece)
 
 
 @mistake(3, "M1Reference.test_same_prompt_on_two_models", says="different weights")
 def output_memoised_by_prompt(patch):
     """Output memoised by prompt: weights change, output does not."""
-    right, memory = Answers._choice, {}
+    right, memory = EngineCore._choice, {}
 
     def choice(self, sample, row):
         return memory.setdefault(tuple(sample.tokens), right(self, sample, row))
 
-    patch(Answers, "_choice", choice)
+    patch(EngineCore, "_choice", choice)
 
 
 @mistake(4, "M1Reference.test_greedy_generation", "M2KVCache.test_cache_changes_no_token",
@@ -230,12 +230,12 @@ def tokens_counted_once_a_page(patch):
 @mistake(None, "M2KVCache.test_prefill_and_decode", says="positions of the prompt are prefill")
 def all_is_prefill(patch):
     """Prefill and decode are not told apart."""
-    right = ContinuousBatchScheduler._hand_out
+    right = ContinuousBatchScheduler._schedule
 
-    def hand_out(self, plan, sequences, count, phase):
-        right(self, plan, sequences, count, "prefill")
+    def schedule(self, plan, sequence, count, phase):
+        right(self, plan, sequence, count, "prefill")
 
-    patch(ContinuousBatchScheduler, "_hand_out", hand_out)
+    patch(ContinuousBatchScheduler, "_schedule", schedule)
 
 
 @mistake(None, "M2KVCache.test_work_is_done_by_the_backend", says="a backend that embeds other rows")

@@ -10,13 +10,14 @@ from tempfile import TemporaryDirectory
 from threading import current_thread, main_thread
 from unittest import mock
 
-from starter import engine as page_budget
+from starter import core
 from starter.backend import Batch
-from starter.engine import Executor, InferenceEngine, Sample
+from starter.core import ModelRunner
+from starter.engine import InferenceEngine
 from starter.metrics import MetricsCollector
 from starter.sampling import Draws
 from starter.scheduler import ContinuousBatchScheduler
-from starter.schema import TokenEvent
+from starter.sequences import Sample
 from starter.timeline import Recorder
 
 from .mistake import mistake
@@ -40,13 +41,13 @@ def cancel_sets_a_flag_only(patch):
     """Flag-only cancel: tokens or pages go on after it."""
     right, cancelled = Sample.add, set()
 
-    def add(self, choice, step, time):
-        event = TokenEvent._make(right(self, choice, step, time))
+    def add(self, choice, *arguments):
+        event = right(self, choice, *arguments)
         if self.stream in cancelled and event.finish_reason:  # the flag is looked at when it ends anyway
-            self.events[-1] = event._replace(finish_reason="cancelled")
+            self.stream.events[-1] = event._replace(finish_reason="cancelled")
         return event
 
-    patch(InferenceEngine, "cancel", lambda self, request_id: cancelled.add(self._requests.find(request_id)))
+    patch(InferenceEngine, "cancel", lambda self, request_id: cancelled.add(self._find(request_id)))
     patch(Sample, "add", add)
 
 
@@ -59,7 +60,7 @@ def one_fault_kills_its_neighbours(patch):
         except Exception as error:
             return dict.fromkeys(samples, error)
 
-    patch(Executor, "run", run)
+    patch(ModelRunner, "run", run)
 
 
 @mistake(34, "M6EndToEnd.test_a_fault_ends_one_request", says="exactly one terminal event")
@@ -94,9 +95,12 @@ def first_token_never_ends(patch):
     """An end-of-sequence token right after prefill is taken for any other: one token too many."""
     right = Sample.add
 
-    def add(self, choice, step, time):
-        self.end_tokens = self.stream.end_tokens if self.generated else ()
-        return right(self, choice, step, time)
+    def add(self, choice, *arguments):
+        ends, self.stream.end_tokens = self.stream.end_tokens, self.stream.end_tokens if self.delivered else ()
+        try:
+            return right(self, choice, *arguments)
+        finally:
+            self.stream.end_tokens = ends
 
     patch(Sample, "add", add)
 
@@ -158,8 +162,8 @@ def positions_end_at_40(patch):
 @mistake(None, "M6EndToEnd.test_memory_budget_in_bytes", says="5.5 pages")
 def memory_budget_rounded_up(patch):
     """The budget in bytes buys one page more than fits."""
-    right = page_budget.pages_within
-    patch(page_budget, "pages_within", lambda *arguments: right(*arguments) + 1)
+    right = core.pages_within
+    patch(core, "pages_within", lambda *arguments: right(*arguments) + 1)
 
 
 @mistake(None, "M6EndToEnd.test_close_with_live_requests", says="close returns every page")
@@ -174,7 +178,7 @@ def unread_tokens_dropped(patch):
     right = InferenceEngine._step_for
 
     def step_for(self, stream):
-        for other in self._requests.streams.values():
+        for other in self._core.streams.values():
             if other is not stream and other.finish_reason is None:
                 other.events.clear()
         right(self, stream)

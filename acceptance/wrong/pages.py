@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from starter import scheduler
 from starter.backend import Batch
-from starter.engine import Executor, InferenceEngine
+from starter.core import EngineCore, ModelRunner
 from starter.errors import CapacityError, OutOfPagesError
 from starter.kv_cache import KVCacheManager, PagePool, PrefixIndex
 from starter.sampling import Draws
@@ -131,37 +131,37 @@ def shared_slots_counted_twice(patch):
 @mistake(None, "M4PagedKV.test_page_sizes", says="page size")
 def page_size_written_into_the_code(patch):
     """The decoder finds its slots as if every page had 4 of them."""
-    right = Executor._forward
-    patch(Executor, "_forward", lambda self, samples, batch: right(self, samples, Batch.of(batch.pieces(), 4)))
+    right = ModelRunner._forward
+    patch(ModelRunner, "_forward", lambda self, samples, batch: right(self, samples, Batch.of(batch.pieces(), 4)))
 
 
 @mistake(None, "M4PagedKV.test_sampling_survives_preemption", says="draw no number twice")
 def random_numbers_start_again(patch):
     """After a preemption a request draws its random numbers from the beginning."""
-    right = InferenceEngine._plan
+    right = EngineCore.plan
 
     def plan(self, budget_tokens):
-        decision, *work = right(self, budget_tokens)
-        for request_id in decision.preempted:
-            sample = self._requests.samples[request_id]
+        work = right(self, budget_tokens)
+        for request_id in work.decision.preempted:
+            sample = self.samples[request_id]
             sample.draws = Draws(sample.stream.request.sampling, request_id, sample.number, self.settings.seed)
-        return decision, *work
+        return work
 
-    patch(InferenceEngine, "_plan", plan)
+    patch(EngineCore, "plan", plan)
 
 
 @mistake(None, "M4PagedKV.test_edge_of_capacity", says="accept what fits")
 def a_page_kept_back(patch):
     """A request that needs all pages is refused, although the empty pool could hold it."""
-    right = ContinuousBatchScheduler.submit
+    right = ContinuousBatchScheduler.check
 
-    def submit(self, request):
+    def check(self, request):
         slots = len(request.prompt_tokens) + request.max_tokens - 1
         if self.kv and self.kv.pages_for(slots) >= self.kv.total_pages:
             raise CapacityError(f"{slots} tokens need {self.kv.pages_for(slots)} pages")
         right(self, request)
 
-    patch(ContinuousBatchScheduler, "submit", submit)
+    patch(ContinuousBatchScheduler, "check", check)
 
 
 @mistake(None, "M4PagedKV.test_heavy_request_among_light_ones", says="bound the overtaking")

@@ -8,10 +8,12 @@ from math import cos, sin
 from starter import reference
 from starter import schema as requests
 from starter.backends.lanes.backend import LanesBackend
-from starter.engine import InferenceEngine, RequestTable, Sample
+from starter.core import EngineCore
+from starter.engine import InferenceEngine
 from starter.errors import SchemaError, UnknownRequestError
 from starter.scheduler import ContinuousBatchScheduler
-from starter.schema import TokenEvent, load_scenario
+from starter.schema import load_scenario
+from starter.sequences import Sample
 
 from .mistake import mistake
 
@@ -60,10 +62,10 @@ def text_of_the_last_token_lost(patch):
     """The last event of a stream has no text."""
     right = Sample.add
 
-    def add(self, choice, step, time):
-        event = TokenEvent._make(right(self, choice, step, time))
+    def add(self, choice, *arguments):
+        event = right(self, choice, *arguments)
         if event.finish_reason:
-            event = self.events[-1] = event._replace(text="")
+            event = self.stream.events[-1] = event._replace(text="")
         return event
 
     patch(Sample, "add", add)
@@ -90,8 +92,8 @@ def true_taken_for_1(patch):
 @mistake(None, "M1Reference.test_duplicate_ids", says="DuplicateRequestError")
 def second_request_replaces_the_first(patch):
     """An id that is taken is given to the new request."""
-    patch(RequestTable, "check", lambda self, request: request.check_against(self._config))
-    patch(ContinuousBatchScheduler, "require_free", lambda self, request_id: None)
+    patch(EngineCore, "check", lambda self, request: request.check_against(self.model.config))
+    patch(ContinuousBatchScheduler, "_require_free", lambda self, request_id: None)
 
 
 @mistake(None, "M1Reference.test_unknown_ids", says="UnknownRequestError")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from starter import scheduler
-from starter.engine import Answers, InferenceEngine
+from starter.core import EngineCore
+from starter.engine import InferenceEngine
 from starter.metrics import Summary
 from starter.model import Model
 from starter.sampling import Draws
@@ -77,33 +78,33 @@ def prefill_starves_decode(patch):
 @mistake(22, "M6EndToEnd.test_a_fault_ends_one_request", says="whose computation fails")
 def failures_dropped(patch):
     """Drops failures: submitted does not equal terminal events."""
-    right = Answers.end_all
+    right = EngineCore.end_all
 
     def end_all(self, stream, reason, error=None):
         if reason != "error":
             right(self, stream, reason, error)
         else:
             for sample in stream.samples:  # as if it had never been there
-                self._scheduler.finish(sample.id, reason)
-                del self._requests.samples[sample.id]
-            del self._requests.streams[stream.request.request_id]
+                self.scheduler.finish(sample.id, reason)
+                del self.samples[sample.id]
+            del self.streams[stream.request.request_id]
 
-    patch(Answers, "end_all", end_all)
+    patch(EngineCore, "end_all", end_all)
 
 
 @mistake(23, "M4PagedKV.test_what_never_fits_is_refused", says="4 pages hold 16")
 def what_never_fits_waits_for_ever(patch):
     """A request that can never fit waits forever, or blocks those behind it."""
-    right = ContinuousBatchScheduler.submit
+    right = ContinuousBatchScheduler.check
 
-    def submit(self, request):
+    def check(self, request):
         kv, self.kv = self.kv, None  # it is not asked
         try:
             right(self, request)
         finally:
             self.kv = kv
 
-    patch(ContinuousBatchScheduler, "submit", submit)
+    patch(ContinuousBatchScheduler, "check", check)
 
 
 @mistake(24, "M3ContinuousBatching.test_id_reused_right_after_cancel",

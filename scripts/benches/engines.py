@@ -10,8 +10,8 @@ from typing import Any
 
 from starter.base.tokenizer import CharacterTokenizer
 from starter.checkpoints.llama2c import UNSAID
-from starter.engine import InferenceEngine, Loaded
-from starter.model import Model
+from starter.engine import InferenceEngine
+from starter.model import Loaded, Model
 from starter.schema import CharacterVocabulary, EngineSettings, ModelConfig, SamplingParams
 
 SHAPES = {  # llama2.c's
@@ -78,7 +78,7 @@ class Ours:
         start = perf_counter()
         decisions = [self.engine.step() for _ in range(self.tokens)]
         seconds = perf_counter() - start
-        served = sum(len(decision.planned) for decision in decisions)
+        served = sum(len(decision.chunks) for decision in decisions)
         self._shares.append(1.0 - self._forward_seconds / seconds)
         for request_id in ids:
             self.engine.cancel(request_id)

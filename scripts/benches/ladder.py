@@ -17,9 +17,9 @@ from scripts.benches.rounds import measure
 from scripts.benches.tables import Table
 from starter.backend import Backend
 from starter.base.weights import seeded_weights
-from starter.engine import InferenceEngine, Loaded, play, tokens_of
+from starter.engine import InferenceEngine, play, tokens_of
 from starter.metrics import Metrics
-from starter.model import Model
+from starter.model import Loaded, Model
 from starter.schema import EngineSettings, QuantizationConfig, SamplingParams, Scenario
 from starter.workloads.draw import Workload, generate_scenario
 

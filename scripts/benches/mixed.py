@@ -17,8 +17,9 @@ from statistics import median
 from time import perf_counter, sleep
 
 from scripts.peers import Transformers
-from starter.engine import InferenceEngine, Loaded
+from starter.engine import InferenceEngine
 from starter.errors import BackendError
+from starter.model import Loaded
 from starter.schema import EngineSettings, ModelConfig, Request, SamplingParams
 from starter.workloads.draw import Workload, generate_requests
 

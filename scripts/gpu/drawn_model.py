@@ -14,8 +14,7 @@ import numpy as np
 from starter.backend import Backend
 from starter.base.tokenizer import CharacterTokenizer
 from starter.base.weights import Tensor, tensor_shapes
-from starter.engine import Loaded
-from starter.model import Model
+from starter.model import Loaded, Model
 from starter.quantization import QuantizedTensor
 from starter.schema import CharacterVocabulary, ModelConfig
 

@@ -24,7 +24,7 @@ from typing import Any
 from scripts.gpu import record as records
 from scripts.gpu.machine import Machine, ask_smi, code
 from starter import load_backend, load_scenario
-from starter.engine import Loaded
+from starter.model import Loaded
 
 PARTS = ("kernel_checks", "kernels", "engine", "memory", "speed")
 TOLERANCE = 5e-6  # of the kernels' own tests, of a result's largest number; on the CPU they hold 2e-6
@@ -202,7 +202,7 @@ class Job:
         """Tokens a second, beside the other backends of the project. Nothing is judged here."""
         from scripts.gpu.drawn_model import LITTLE, MIDDLE, drawn_model, parameters
         from scripts.gpu.engines import QUATRAINS
-        from starter.engine import load_scenario_model
+        from starter.model import load_scenario_model
         scenario, drawn = load_scenario(QUATRAINS), LITTLE if self.effort.small else MIDDLE
         name, forms = f"{parameters(drawn):,} drawn parameters", self._forms()
         for form in forms:

@@ -11,9 +11,8 @@ from starter.checkpoints.gguf_model import read_gguf_checkpoint
 from starter.checkpoints.hf_model import read_hf_checkpoint
 from starter.checkpoints.llama2c import find_llama2c, read_llama2c
 from starter.checkpoints.llama2c_tokenizer import read_llama2c_tokenizer
-from starter.engine import Loaded, about_weights, quantization_config
 from starter.errors import RequestError
-from starter.model import Model
+from starter.model import Loaded, Model, about_weights, quantization_config
 
 STORED = "stored"  # a checkpoint's matrices as the codes that its file holds
 

@@ -23,14 +23,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from starter.backend import Batch, load_backend
 from starter.base.fault_kinds import HOLDER
 from starter.base.strict_json import ListOf, Nullable
 from starter.base.wings import wing
-from starter.engine import Executor, InferenceEngine, Loaded, Row, Sample, load_scenario_model
+from starter.core import HasId, ModelRunner
+from starter.core import Outcome as Row
+from starter.engine import InferenceEngine
 from starter.errors import EngineError, RequestError, UnknownRequestError
 from starter.kv_cache import KVHandle
+from starter.model import Loaded, load_scenario_model
 from starter.schema import (
     ENGINE_SHAPE,
     FAULT_SHAPE,
@@ -91,7 +95,7 @@ class Replay:
         self._timed = step_seconds is not None
         self._engine = InferenceEngine(loaded, ENGINE_SHAPE.parse(recorded[0]["settings"], "/settings"),
                                        time.monotonic if step_seconds is None else VirtualClock(step_seconds))
-        self._engine._executor = _Watched(self._engine, self)
+        self._engine.runner = _Watched(self._engine, self)
         self._outsiders = _Outsiders(self._engine)
         self._expect(self._engine.timeline.header)
         self._engine.timeline.listen(self._expect)
@@ -160,13 +164,13 @@ class Replay:
         if event["event"] == "submit":
             self._submit(_request(event, self._compared + 1))
         elif event["event"] == "refuse":
-            engine._recorder.event("refuse", request=event["request"], error=event["error"])
+            engine.record("refuse", request=event["request"], error=event["error"])
         elif event["event"] == "cancel":
             engine.cancel(event["request"])
         elif event["event"] == "inject":
             engine.inject(ListOf(FAULT_SHAPE).parse(event["faults"], "/faults"))
-        elif event["event"] == "lift" and engine._executor.faults:
-            engine._executor.faults.end()
+        elif event["event"] == "lift":
+            engine.lift_faults()
         elif self._is_from_outside(event):
             self._outsiders.act(self._recorded[self._compared:self._compared + 4])
         else:
@@ -199,14 +203,17 @@ class Replay:
             raise _Interrupted
 
 
-class _Watched(Executor):
-    """Computes as the engine's own executor does, and says when."""
+S = TypeVar("S", bound=HasId)
+
+
+class _Watched(ModelRunner):
+    """Computes as the engine's own runner does, and says when."""
 
     def __init__(self, engine: InferenceEngine, replay: Replay) -> None:
         super().__init__(engine.model, engine.kv.store if engine.settings.use_cache else None)
         self._replay = replay
 
-    def run(self, samples: Sequence[Sample], batch: Batch) -> dict[Sample, Row]:
+    def run(self, samples: Sequence[S], batch: Batch) -> dict[S, Row]:
         self._replay.computing()
         rows = super().run(samples, batch)
         self._replay.computing()  # once more, after the faults that happened

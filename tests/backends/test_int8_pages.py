@@ -462,14 +462,14 @@ class EngineTest(EngineCase):
         for size, call in product((2, 3), range(6)):
             with self.subTest(size=size, call=call):
                 engine = make_engine(**{**TIGHT, "page_size": size}, **INT8)
-                choose, calls = engine._answers.choose, iter(range(100))
+                choose, calls = engine._core.choose, iter(range(100))
 
                 def interrupted(*arguments: object, choose=choose, calls=calls, call=call) -> object:
                     if next(calls) == call:
                         raise KeyboardInterrupt
                     return choose(*arguments)
 
-                engine._answers.choose = interrupted  # type: ignore[method-assign, assignment]
+                engine._core.choose = interrupted  # type: ignore[method-assign, assignment]
                 self.submit(engine, FIVE)
                 self.assertRaises(KeyboardInterrupt, engine.run)
                 self.check_int8(engine, FIVE)

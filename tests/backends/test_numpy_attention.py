@@ -14,8 +14,7 @@ from unittest import mock
 from starter import InferenceEngine, load_backend
 from starter.backend import Batch, Piece, Span
 from starter.base.weights import seeded_weights
-from starter.engine import Loaded
-from starter.model import Model
+from starter.model import Loaded, Model
 from starter.schema import EngineSettings
 from tests.extras import needs
 from tests.models import random_config

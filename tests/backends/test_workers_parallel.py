@@ -23,10 +23,10 @@ from starter.backends.workers.parallel import ParallelModel, ParallelStore
 from starter.backends.workers.process import Shelves, WorkerLost
 from starter.base.fault_kinds import BackendFault, NanLogits
 from starter.calibration.importance import column_importance
-from starter.engine import InferenceEngine, Loaded, load_scenario_model, play, tokens_of
+from starter.engine import InferenceEngine, play, tokens_of
 from starter.errors import BackendError
 from starter.kv_cache import KVStore
-from starter.model import Model
+from starter.model import Loaded, Model, load_scenario_model
 from starter.schema import EngineSettings, SamplingParams, load_scenario
 from starter.timeline import VirtualClock
 from tests.extras import needs

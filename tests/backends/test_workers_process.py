@@ -21,9 +21,8 @@ from starter import InferenceEngine, load_scenario
 from starter.backend import Piece, ReferenceBackend, load_backend
 from starter.backends.workers.parallel import ParallelModel
 from starter.backends.workers.process import Worker, WorkerLost
-from starter.engine import Loaded
 from starter.errors import BackendError
-from starter.model import Model
+from starter.model import Loaded, Model
 from starter.schema import EngineSettings
 from starter.timeline import VirtualClock
 from tests.paths import FIXTURE, ROOT

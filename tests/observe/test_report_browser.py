@@ -63,23 +63,25 @@ def long_events() -> list[Event]:
     """2,000 steps of 200 requests: the scheduler and the page manager with nobody who computes."""
     recorder, kv = Recorder(VirtualClock(), MetricsCollector()), KVCacheManager(
         BUSY.num_pages, BUSY.page_size, prefix_sharing=True, host_pages=BUSY.host_pages,
-        observer=lambda change, request, pages: recorder.page_change(change, request, pages,
-                                                                     kv.total_pages - kv.free_pages))
+        observer=lambda change, request, pages: recorder.event(
+            "pages", change=change, request=request, pages=list(pages), used_pages=kv.used_pages))
     requests = sorted(generate_requests(WORK, DEFAULT_MODEL)[0], key=lambda request: request.arrival)
     prompts = {request.request_id: len(request.prompt_tokens) for request in requests}
     tokens = {request.request_id: list(request.prompt_tokens) for request in requests}
-    scheduler = ContinuousBatchScheduler(BUSY.max_running, kv=kv, preemption="swap", tokens_of=tokens.__getitem__)
+    scheduler = ContinuousBatchScheduler(BUSY.max_running, kv=kv, preemption="swap")
     recorder.header(engine="0", backend="none", settings=ENGINE_SHAPE.dump(BUSY), model=MODEL_SHAPE.dump(DEFAULT_MODEL),
                     page_bytes=1, num_pages=BUSY.num_pages, weight_bytes=0, scenario="200 requests")
     while requests or not scheduler.idle:
         while requests and requests[0].arrival <= recorder.steps:
             recorder.submitted(requests[0])
             scheduler.submit(requests.pop(0))
-        recorder.hold_back()
-        decision = scheduler.step(BUSY.budget_tokens)
-        recorder.planned(decision, decision.scheduled_tokens, kv)
-        recorder.write_held_back()
+        with recorder.holding_back():
+            decision = scheduler.step(BUSY.budget_tokens)
+            recorder.planned(decision, decision.scheduled_tokens, kv)
         recorder.step_completed()
+        for chunk in decision.chunks:
+            if chunk.start + chunk.count == len(tokens[chunk.request_id]):
+                scheduler.sequence(chunk.request_id).tokens.append(2)  # what the chunk yields
         scheduler.complete_step()
         ends = {chunk.request_id: chunk.start + chunk.count for chunk in decision.chunks}
         for name in [name for name, end in ends.items() if end == len(tokens[name])]:

@@ -22,9 +22,9 @@ from scripts.benches.tables import Table, document, picture
 from scripts.peers import Transformers
 from starter.backend import load_backend
 from starter.base.weights import seeded_weights
-from starter.engine import InferenceEngine, Loaded
+from starter.engine import InferenceEngine
 from starter.errors import BackendError
-from starter.model import Model
+from starter.model import Loaded, Model
 from starter.schema import EngineSettings, ModelConfig, SamplingParams
 from tests.extras import needs
 

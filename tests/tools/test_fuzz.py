@@ -15,9 +15,10 @@ from starter import scheduler
 from starter.backend import Piece
 from starter.backends.int8_pages import Int8KVStore
 from starter.base.fault_kinds import MemoryCut
-from starter.engine import Answers, Executor, RequestStream, Row
+from starter.core import EngineCore, ModelRunner, Outcome
 from starter.kv_cache import KVCacheManager, PagePool, PrefixIndex
 from starter.sampling import Draws
+from starter.sequences import RequestStream
 from tests.paths import ROOT
 
 
@@ -57,7 +58,7 @@ class FuzzTest(unittest.TestCase):
             self.assert_noticed()
 
     def test_a_stream_that_never_ends(self) -> None:
-        with patch.object(Answers, "end_failures", lambda answers: None), \
+        with patch.object(EngineCore, "_end_failures", lambda core: None), \
                 patch.object(fuzz, "MANY_STEPS", 1_000):
             self.assert_noticed()
 
@@ -77,13 +78,13 @@ class FuzzTest(unittest.TestCase):
 
     def test_a_failure_that_is_passed_on_to_neighbours(self) -> None:
         """Whoever shares the step with the one at fault ends with it."""
-        def run(executor: Executor, pieces: Mapping[str, Piece]) -> dict[str, Row]:
+        def run(executor: ModelRunner, pieces: Mapping[str, Piece]) -> dict[str, Outcome]:
             try:
                 return executor._forward(pieces)
             except Exception as error:
                 return dict.fromkeys(pieces, error)
 
-        with patch.object(Executor, "run", run):
+        with patch.object(ModelRunner, "run", run):
             self.assert_noticed()
 
     def test_tails_of_int8_pages_that_nobody_uses(self) -> None:

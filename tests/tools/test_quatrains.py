@@ -27,8 +27,7 @@ from scripts.quatrains import (
 from starter import driver
 from starter.backend import ReferenceBackend
 from starter.base.weights import weights_digest
-from starter.engine import load_scenario_model, scenario_weights
-from starter.model import Model
+from starter.model import Model, load_scenario_model, scenario_weights
 from starter.schema import CharacterVocabulary, load_scenario
 from tests.extras import needs
 from tests.test_oracle import Transformers

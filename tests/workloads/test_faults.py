@@ -33,7 +33,7 @@ class FaultsTest(EngineCase):
             engine.step()
             engine.kv.check()
         injector.end()
-        errors = {name: events[-1].error for name in FIVE if (events := engine._requests.streams[name].unread)}
+        errors = {name: events[-1].error for name in FIVE if (events := engine._core.streams[name].events)}
         self.assertEqual({name for name, text in errors.items() if text}, set(failed))
         for name in failed:
             self.assertIn(error, str(errors[name]))
@@ -163,7 +163,7 @@ class FaultsTest(EngineCase):
         engine.scheduler._find("a").refusals = REFUSAL_LIMIT - 1
         ended = [name for _ in range(4) for name in engine.step().finished]
         self.assertEqual(ended, ["a"])
-        self.assertIn("StaleHandleError", str(engine._requests.streams["a"].events[-1].error))
+        self.assertIn("StaleHandleError", str(engine._core.streams["a"].events[-1].error))
         self.check_outcomes(engine, {"a": FIVE["a"], "b": FIVE["b"]}, failed=["a"])
 
     def test_a_cut_that_ends_before_it_begins(self) -> None:

@@ -1,14 +1,22 @@
-"""The executor: logits for those whose next token is due, and a failure for whoever caused it alone."""
+"""The model runner: logits for those whose next token is due, and a failure for whoever caused it alone."""
 
 from __future__ import annotations
 
 import unittest
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from starter.backend import Batch, Piece
-from starter.engine import Executor, Row
+from starter.core import ModelRunner, Outcome
 from starter.errors import BackendError
+
+
+@dataclass(frozen=True)
+class Named:
+    """A sample, as far as a runner asks."""
+
+    id: str
 
 
 class _Scratch(set[int]):
@@ -32,13 +40,14 @@ class _Sums:
         return [float(sum(tokens))]
 
 
-def run(model: object, pieces: Sequence[Piece], store: object) -> dict[str, Row]:
+def run(model: object, pieces: Sequence[Piece], store: object) -> dict[str, Outcome]:
     """Of samples that are named a, b, c, ..."""
-    rows = Executor(model, store).run("abcdefgh"[:len(pieces)], Batch.of(pieces, page_size=4))  # type: ignore[arg-type]
-    return {str(sample): row for sample, row in rows.items()}
+    runner: ModelRunner = ModelRunner(model, store)  # type: ignore[arg-type]
+    rows = runner.run([Named(name) for name in "abcdefgh"[:len(pieces)]], Batch.of(pieces, page_size=4))
+    return {named.id: row for named, row in rows.items()}
 
 
-class ExecutorTest(unittest.TestCase):
+class ModelRunnerTest(unittest.TestCase):
     def test_only_those_whose_next_token_is_due_have_logits(self) -> None:
         pieces = [Piece([1, 2], 0, (0,), False), Piece([3], 4, (1, 2), True), Piece([4, 5], 0, (3,), False),
                   Piece([6], 0, (4,), True)]
