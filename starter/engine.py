@@ -1035,8 +1035,8 @@ class InferenceEngine:
         """The tokens of a step, but for those whose sample was cancelled while the decoder computed."""
         gone = [sample for sample in samples if sample.finish_reason]
         if gone:
-            self.kv.settle_unused(page for sample, span in zip(samples, batch.spans) if sample.finish_reason
-                                  for page in span.pages)
+            self.kv.drop_unused_tails(page for sample, span in zip(samples, batch.spans) if sample.finish_reason
+                                      for page in span.pages)
             rows = {sample: row for sample, row in rows.items() if sample not in gone}
         return self._answers.choose(rows)
 
