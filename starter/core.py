@@ -171,7 +171,7 @@ class EngineCore:
                     chosen.tokens[each] = self._choice(each, row)
             except Exception as error:
                 chosen.failures[sample] = error
-        self.kv.settle_unused(page for sample, span in zip(work.samples, work.batch.spans) if sample.finish_reason
+        self.kv.drop_unused_tails(page for sample, span in zip(work.samples, work.batch.spans) if sample.finish_reason
                               for page in span.pages)
         return chosen
 

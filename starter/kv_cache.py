@@ -1,19 +1,21 @@
-"""M2, M4 · Block tables: which pages hold a request's keys and values, shared, copied, swapped out and back.
+"""M2, M4 · The paged KV cache: which pages hold a request's keys and values; sharing, copying, swapping.
 
-A page has ``page_size`` slots, a slot holds one token's key and value. A request's *block table* lists its pages
-in order, so position p lives in page table[p // page_size] at offset p % page_size (Kwon et al. 2023,
-"PagedAttention": fixed pages, block tables, reference counts, copy-on-write and swapping are taken from there).
+A page has ``page_size`` slots, a slot holds one token's key and value. A request's *block table* lists its pages in
+order, so position p lives in page table[p // page_size] at offset p % page_size (Kwon et al. 2023, "PagedAttention":
+fixed pages, block tables, reference counts, copy-on-write and swapping are taken from there).
 
     pool      0 [r1] 1 [r1 r2] 2 [r2] 3 [free] 4 [free]            page_size 4
     r1: pages (1, 0), 6 tokens     1: . . . .   0: . . _ _         2 slots reserved but empty
     r2: pages (1, 2), 5 tokens     shares page 1 after a fork, page 2 is its own copy
 
-The manager keeps tables and counts (``kv_cache.py`` keeps the pool) and holds no numbers: those are in a *store*
-(``backend.KVStore``), which the decoder writes through the same pages. ``append`` and ``read`` are the plain way to
-that same store.
+A page's life. It is freed in one place, ``PagePool.drop``, when its last user leaves:
 
-With ``prefix_sharing`` a new request starts on the pages that already hold the beginning of its prompt. Pages are
-published when ``commit`` says that they were computed, and found by exact comparison of all tokens up to them.
+    free ──take──▶ used (refcount 1, 2, ...) ──drop──▶ free
+                    ▲                             └──▶ cached, if its content can be found again
+                    ├─────── share ◀── find(content) ───┤
+                    └─────── take ◀── evict the least recently used, if no page is free
+
+The manager holds tables and counts; the numbers are in a *store*, which the decoder uses through the same tables.
 
 Promises, each a property in tests/test_kv_cache.py:
 - Conservation: after every call, returned or raised, free + cached + used pages = total; ``check()`` proves it.
@@ -35,14 +37,10 @@ from typing import Any, Protocol
 from .base.wings import picture
 from .errors import EngineError, OutOfPagesError, PoolTooSmallError, RequestError, StaleHandleError
 
-# ------------------------------------------------------------------------------------------------- what can be observed
-
-#: M2, M4 · What can be seen of a page manager from outside: of one page, and of all.
-
 
 @dataclass(frozen=True)
 class PageInfo:
-    """What can be observed of a page: how many tables list it, whose they are, and "free", "used" or "cached"."""
+    """One page: the number of tables that list it, their request ids, and "free", "used" or "cached"."""
 
     refcount: int
     users: tuple[str, ...]
@@ -57,9 +55,9 @@ class CacheStats:
     hits, misses            tokens found already computed (shared prefixes and forks), and tokens that were computed
     copies, evictions       pages copied on write; cached pages whose content was given up for another use
     peak_pages, peak_bytes  the most pages in use at once, a shared page counted once
-    internal_fragmentation  slots now reserved in used pages and holding no token, a shared page counted once
+    internal_fragmentation  empty slots in used pages now, a shared page counted once
     swaps_out, swaps_in     tables moved to host pages and back
-    peak_tail_bytes         the most held besides the pages, for those that were being filled (int8 pages)
+    peak_tail_bytes         the most bytes of tails at once (see ``KVStore``)
     """
 
     allocations: int
@@ -76,192 +74,21 @@ class CacheStats:
     peak_tail_bytes: int = 0
 
 
-# ------------------------------------------------------------------------------------------------------------- the pool
-
-#: M4 · The page pool: which pages are free, used or cached, and which cached page holds which tokens.
-#:
-#:     free ──take──▶ used (refcount 1, 2, ...) ──last user leaves──▶ free
-#:                     ▲                                        └────▶ cached, if its content can be found again
-#:                     └──────────── share ◀── find(content) ─────────┘   │
-#:                                                                        └─evict: least recently used first─▶ free
-#:
-#: A page's content is named by the pages before it: ``PrefixIndex`` gives each (node of the page before, tokens of this
-#: page) a *node*, compared token by token, so two prefixes can never be confused, whatever their hashes. A request with
-#: a ``cache_salt`` starts from another root and shares only with the same salt.
-
-
-Node = Hashable  # a root, or the number of a published page's content
-
-
-class PrefixIndex:
-    """Content -> page, for full pages whose keys and values were computed. All methods O(page_size)."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[Node, tuple[int, ...]], tuple[int, Node]] = {}
-        self._keys: dict[int, tuple[Node, tuple[int, ...]]] = {}  # page -> its key in _found
-        self._nodes = 0  # given out so far
-
-    def root(self, salt: str | None) -> Node:
-        """Where the chains of a salt begin; tagged, so that no salt equals another or none."""
-        return ("root", salt)
-
-    def find(self, node: Node, tokens: Sequence[int]) -> tuple[int, Node] | None:
-        """The page that holds ``tokens`` after ``node``, and its own node."""
-        return self._found.get((node, tuple(tokens)))
-
-    def publish(self, node: Node, tokens: Sequence[int], page: int) -> Node:
-        """From now on ``page`` is found by its content; if another page already is, that one stays. Returns the
-        content's node."""
-        key = (node, tuple(tokens))
-        if key not in self._found:
-            self._nodes += 1
-            self._found[key] = page, self._nodes
-            self._keys[page] = key
-        return self._found[key][1]
-
-    def forget(self, page: int) -> None:
-        """The page is about to be reused. Pages that followed it keep their nodes but are no longer reached."""
-        del self._found[self._keys.pop(page)]
-
-    def __contains__(self, page: int) -> bool:
-        return page in self._keys
-
-
-class PagePool:
-    """Reference counts, the free list and the cached pages of ``num_pages`` pages. All methods O(1) a page."""
-
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.page_size = page_size
-        self.refcounts = [0] * num_pages
-        self.index = PrefixIndex()
-        self.peak = self.evictions = 0
-        self.shared = 0  # pages with more than one user
-        self.filled_slots = 0  # of used pages, a shared page counted once
-        self.fills = [0] * num_pages  # tokens in each page
-        self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page released last is reused first
-        self._cached: OrderedDict[int, None] = OrderedDict()  # unused but findable, least recently used first
-
-    @property
-    def total(self) -> int:
-        """Pages in the pool."""
-        return len(self.refcounts)
-
-    @property
-    def available(self) -> int:
-        """Pages that can be taken: free ones and cached ones."""
-        return len(self._free) + len(self._cached)
-
-    @property
-    def used(self) -> int:
-        """Pages with a user."""
-        return len(self.refcounts) - len(self._free) - len(self._cached)
-
-    @property
-    def cached(self) -> tuple[int, ...]:
-        """Pages without a user whose content can be found, least recently used first."""
-        return tuple(self._cached)
-
-    def state(self, page: int) -> str:
-        """"used", "cached" or "free"."""
-        return "used" if self.refcounts[page] else "cached" if page in self._cached else "free"
-
-    def fill(self, page: int) -> int:
-        """Tokens in a page."""
-        return self.fills[page]
-
-    def set_fill(self, page: int, tokens: int) -> None:
-        """A used page now holds so many tokens."""
-        self.filled_slots += tokens - self.fills[page]
-        self.fills[page] = tokens
-
-    def take(self, number: int, for_whom: str) -> list[int]:
-        """Pages for a first user, all or nothing: free ones first, then the least recently used cached ones."""
-        self.require(number, for_whom)
-        pages = [self._free.pop() if self._free else self._evict() for _ in range(number)]
-        for page in pages:
-            self.refcounts[page] = 1
-        self.peak = max(self.peak, self.used)
-        return pages
-
-    def next_evicted(self, number: int) -> tuple[int, ...]:
-        """The cached pages that taking so many would evict."""
-        return tuple(islice(self._cached, max(0, number - len(self._free))))
-
-    def require(self, number: int, for_whom: str, besides: Sequence[int] = ()) -> None:
-        """OutOfPagesError unless so many pages can be taken and the pages ``besides`` be shared, too."""
-        available = self.available - sum([not self.refcounts[page] for page in besides])
-        if number > available:
-            raise OutOfPagesError(f"{for_whom} needs {number} pages, {available} of {self.total} are free; release a "
-                                  f"handle, or try again later")
-
-    def _evict(self) -> int:
-        page, _ = self._cached.popitem(last=False)
-        self.index.forget(page)  # before anyone can write to it
-        self.fills[page] = 0
-        self.evictions += 1
-        return page
-
-    def share(self, page: int) -> None:
-        """One more user of a used or cached page."""
-        if page in self._cached:
-            del self._cached[page]
-            self.filled_slots += self.fills[page]
-        self.refcounts[page] += 1
-        self.shared += self.refcounts[page] == 2
-        self.peak = max(self.peak, self.used)
-
-    def drop(self, page: int) -> None:
-        """One user less; the last one leaves the page cached if its content can be found, else free."""
-        self.refcounts[page] -= 1
-        self.shared -= self.refcounts[page] == 1
-        if self.refcounts[page]:
-            return
-        self.filled_slots -= self.fills[page]
-        if page in self.index:
-            self._cached[page] = None
-        else:
-            self.fills[page] = 0
-            self._free.append(page)
-
-    def faults(self, held: Counter[int]) -> list[str]:
-        """What is wrong, in words, given how often each page stands in a block table. O(pages)."""
-        free = Counter(self._free)
-        wrong = [f"page {page}: refcount {refcount}, listed by {held[page]} tables"
-                 for page, refcount in enumerate(self.refcounts) if refcount != held[page]]
-        for page in range(self.total):
-            places = [name for name, there in (("free", free[page]), ("used", held[page]),
-                                               ("cached", page in self._cached)) if there]
-            if len(places) != 1 or free[page] > 1:
-                wrong.append(f"page {page} is {' and '.join(places) or 'nowhere'}, {free[page]} times in the free list")
-        if self.shared != sum(refcount > 1 for refcount in self.refcounts):
-            wrong.append(f"{self.shared} pages are counted as shared")
-        wrong += [f"page {page} is free and can still be found" for page in free if page in self.index]
-        filled = sum(self.fills[page] for page, tables in held.items() if tables)
-        if filled != self.filled_slots:
-            wrong.append(f"{filled} slots are filled, {self.filled_slots} were counted")
-        return wrong
-
-
-# ----------------------------------------------------------------------------------------- the numbers inside the pages
-
-#: M2 · The simplest storage behind the pages: what a page manager uses that is given no other.
-#:
-#: The backends bring stores of their own (``ReferenceKVStore`` and others), which the decoder reads in its own form; all of
-#: them are a ``backend.KVStore``.
+# -------------------------------------------------------------------------------------- the numbers inside the pages
 
 
 class KVStore(Protocol):
-    """The numbers inside the pages. The page manager says which page; the store never asks whose it is.
+    """The keys and values in the pages; which request a page belongs to is the manager's business.
 
-    A token's key is ``width`` = layers * kv_heads * head_width numbers, layer after layer; its value likewise.
-
-    A store on a device may have ``reserve_tails(count)``, which is told for how many tails to take memory, or refuses.
+    A token's key is ``width`` = layers * kv_heads * head_width numbers, layer after layer; its value likewise. A store
+    of int8 pages also keeps a *tail* for each page that is being filled; on a device it may have
+    ``reserve_tails(count)``, which allocates memory for that many, or raises.
     """
 
     width: int
     page_bytes: int  # of one page, keys and values of all layers
-    tail_bytes: int  # held besides a page until it is settled; 0 for pages of floats
-    peak_tails: int  # the most of these held at a time
+    tail_bytes: int  # of one tail; 0 for pages of floats
+    peak_tails: int  # the most tails at once
 
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
         """Put one token's key and value into a slot."""
@@ -270,11 +97,10 @@ class KVStore(Protocol):
         """The key and the value in a slot."""
 
     def copy_page(self, source: int, target: int, origin: Any = None) -> None:
-        """Copy all slots of a page, for copy-on-write; from the pages of another store of the same kind and shape
-        (``origin``) when swapping."""
+        """Copy all slots of a page; ``origin`` is the store of ``source``, of the same kind and shape, if another."""
 
     def settle(self, page: int) -> None:
-        """The page is full and will not be computed again, or nobody uses it: drop what was kept besides it."""
+        """Drop the page's tail, if it has one: the page is full and will not be computed again, or has no user."""
 
 
 class PlainStore:
@@ -300,43 +126,170 @@ class PlainStore:
                 self.write(target, offset, *slots[source * self.page_size + offset])
 
     def settle(self, page: int) -> None:
-        """Nothing is kept besides the page."""
+        """There are no tails."""
 
 
-# --------------------------------------------------------------------------------------------------------- block tables
+# --------------------------------------------------------------------------------------------------------- the pages
 
-@dataclass(eq=False, repr=False, slots=True)
+Node = Hashable  # where a prompt begins (``PrefixIndex.root``), or the number of a published page's content
+
+
+class PrefixIndex:
+    """Content -> page, for full pages whose keys and values were computed. All methods O(page_size).
+
+    Keys and values depend on all tokens before them, so a page's content is (node of the page before, tokens of this
+    page), and each content has a *node* of its own. Tokens are compared one by one: whatever their hashes, two
+    prefixes are never confused.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Node, tuple[int, ...]], tuple[int, Node]] = {}
+        self._keys: dict[int, tuple[Node, tuple[int, ...]]] = {}  # page -> its key in _found
+        self._nodes = 0  # given out so far
+
+    def root(self, salt: str | None) -> Node:
+        """The node before the first page, equal only for equal salts: other requests share no page."""
+        return ("root", salt)
+
+    def find(self, node: Node, tokens: Sequence[int]) -> tuple[int, Node] | None:
+        """The page that holds ``tokens`` after ``node``, and its own node."""
+        return self._found.get((node, tuple(tokens)))
+
+    def publish(self, node: Node, tokens: Sequence[int], page: int) -> Node:
+        """From now on ``page`` is found by its content; if another page already is, that one stays. Returns the
+        content's node."""
+        key = (node, tuple(tokens))
+        if key not in self._found:
+            self._nodes += 1
+            self._found[key] = page, self._nodes
+            self._keys[page] = key
+        return self._found[key][1]
+
+    def forget(self, page: int) -> None:
+        """The page is about to be reused. Pages that followed it keep their nodes but are no longer reached."""
+        del self._found[self._keys.pop(page)]
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._keys
+
+
+class PagePool:
+    """The pages of one store: how many users each has, and which are free or cached. All methods O(1) a page."""
+
+    def __init__(self, num_pages: int, store: KVStore) -> None:
+        self.store = store
+        self.index = PrefixIndex()
+        self.total = num_pages
+        self.refcounts = [0] * num_pages  # users of each page
+        self.shared = 0  # pages with more than one
+        self.cached: OrderedDict[int, None] = OrderedDict()  # unused but findable pages, least recently used first
+        self.peak = self.evictions = 0
+        self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page freed last is reused first
+
+    @property
+    def available(self) -> int:
+        """Pages that can be taken: free ones and cached ones."""
+        return len(self._free) + len(self.cached)
+
+    @property
+    def used(self) -> int:
+        """Pages with a user."""
+        return self.total - self.available
+
+    def state(self, page: int) -> str:
+        """"used", "cached" or "free"."""
+        return "used" if self.refcounts[page] else "cached" if page in self.cached else "free"
+
+    def take(self, number: int, for_whom: str) -> list[int]:
+        """Pages for a first user, all or nothing: free ones first, then the least recently used cached ones."""
+        self.require(number, for_whom)
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(number)]
+        for page in pages:
+            self.refcounts[page] = 1
+        self.peak = max(self.peak, self.used)
+        return pages
+
+    def require(self, number: int, for_whom: str, sharing: Sequence[int] = ()) -> None:
+        """OutOfPagesError unless ``number`` pages can be taken once the pages ``sharing`` have one more user each."""
+        available = self.available - sum(not self.refcounts[page] for page in sharing)
+        if number > available:
+            raise OutOfPagesError(f"{for_whom} needs {number} pages, {available} of {self.total} are free; release a "
+                                  f"handle, or try again later")
+
+    def next_evicted(self, number: int) -> tuple[int, ...]:
+        """The cached pages that ``take(number)`` would evict."""
+        return tuple(islice(self.cached, max(0, number - len(self._free))))
+
+    def _evict(self) -> int:
+        page, _ = self.cached.popitem(last=False)
+        self.index.forget(page)  # before its next user writes to it
+        self.evictions += 1
+        return page
+
+    def share(self, page: int) -> None:
+        """One more user of a used or cached page."""
+        self.cached.pop(page, None)
+        self.refcounts[page] += 1
+        self.shared += self.refcounts[page] == 2
+        self.peak = max(self.peak, self.used)
+
+    def drop(self, page: int) -> None:
+        """One user less. When the last one leaves, the store drops the page's tail, and the page is cached if its
+        content can be found, else free."""
+        self.refcounts[page] -= 1
+        self.shared -= self.refcounts[page] == 1
+        if self.refcounts[page]:
+            return
+        self.store.settle(page)
+        if page in self.index:
+            self.cached[page] = None
+        else:
+            self._free.append(page)
+
+    def faults(self, tables: Iterable[Sequence[int]]) -> list[str]:
+        """Contradictions between the pool and the block tables over it, in words. O(pages)."""
+        held, free = Counter(page for pages in tables for page in pages), Counter(self._free)
+        shared = sum(users > 1 for users in held.values())
+        wrong = [f"{self.shared} pages are counted as shared, {shared} are"] if self.shared != shared else []
+        for page, refcount in enumerate(self.refcounts):
+            places = ["free"] * free[page] + ["used"] * (held[page] > 0) + ["cached"] * (page in self.cached)
+            if len(places) != 1:
+                wrong.append(f"page {page} is {' and '.join(places) or 'nowhere'} ({len(places)} times)")
+            if refcount != held[page]:
+                wrong.append(f"page {page}: refcount {refcount}, listed by {held[page]} tables")
+            if free[page] and page in self.index:
+                wrong.append(f"page {page} is free and can still be found")
+        return wrong
+
+
+# -------------------------------------------------------------------------------------------- block tables, the manager
+
+
+@dataclass(eq=False, repr=False)
 class KVHandle:
-    """A request's key to its pages: this very object, no other like it. Only the manager that gave it out knows it."""
+    """A request's block table. The manager knows its open handles by identity, so a copy opens nothing, nor does a
+    released one. Others read ``request_id`` and ``pages``; the rest is the manager's."""
 
     request_id: str
-    pages: tuple[int, ...] = ()  # its block table, for others to read; () while swapped out, and once released
+    pages: tuple[int, ...] = ()  # replaced, never changed in place; empty while swapped out, and once released
+    length: int = 0  # tokens stored
+    nodes: list[Node] = field(default_factory=list)  # the root, then one for each leading page of known content
+    host_pages: list[int] | None = None  # where the tokens are while swapped out
 
     def __repr__(self) -> str:
         return f"KVHandle(request_id={self.request_id!r})"
-
-    def __copy__(self) -> KVHandle:
-        return KVHandle(self.request_id)  # not this very object, so it opens nothing
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class _Table(KVHandle):
-    """What the manager gives out as a handle, and what others need not know of it."""
-
-    root: Node = None
-    length: int = 0  # tokens whose slots are filled
-    nodes: list[Node] = field(default_factory=list)  # content of the leading full pages, as far as it is known
-    host_pages: list[int] | None = None  # where the tokens are while swapped out
-    pool: PagePool | None = field(default=None, init=False)  # whose pages these are, from opening it to its release
 
 
 class KVCacheManager:
     """Gives out pages and takes them back.
 
-    ``width`` is how many numbers a token's key has (all layers together). ``host_pages`` is the size of a second
-    pool for tables that are swapped out, its numbers in ``host_store``. ``observer(kind, request_id, pages)`` is told
-    of every change: "allocate", "share", "copy", "append", "publish", "evict", "release", "swap_out", "swap_in" (see
-    ``timeline.py`` for what each means).
+    width          numbers in a token's key, all layers together
+    host_pages     size of a second pool, for tables that are swapped out; its numbers are in ``host_store``
+    observer       called as observer(kind, request_id, pages) at every change: "allocate", "share", "copy", "append",
+                   "publish", "evict", "release", "swap_out", "swap_in" (see ``timeline.py``); "evict" comes before the
+                   pages are taken, all others after the change
+    before_take    an attribute, called as before_take(number, request_id) before fresh pages are taken. To refuse, it
+                   raises OutOfPagesError; fault injection does
     """
 
     def __init__(self, num_pages: int, page_size: int, width: int = 1, prefix_sharing: bool = False,
@@ -344,18 +297,18 @@ class KVCacheManager:
                  observer: Callable[[str, str, tuple[int, ...]], None] | None = None) -> None:
         for name, number, low in (("num_pages", num_pages, 1), ("page_size", page_size, 1), ("width", width, 1),
                                   ("host_pages", host_pages, 0)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < low:
-                raise RequestError(f"{name} must be an integer from {low}, not {number!r}")
+            _check_count(name, number, low)
         self.page_size, self.width, self.prefix_sharing = page_size, width, prefix_sharing
         self.store: KVStore = store if store is not None else PlainStore(page_size, width)
         self.host_store: KVStore = host_store if host_store is not None else PlainStore(page_size, width)
-        self._pool = PagePool(num_pages, page_size)
-        self._host = PagePool(host_pages, page_size)
+        self.before_take: Callable[[int, str], None] = lambda number, request_id: None
         self._observer = observer or (lambda kind, request_id, pages: None)
-        self.gate: Callable[[int, str], None] = lambda number, for_whom: None  # asked before fresh pages are taken
-        self._tables: dict[_Table, None] = {}  # those that are open, in the order in which they were opened
-        self._counts: Counter[str] = Counter()
-        self._misses = 0
+        self.total_pages, self.total_host_pages = num_pages, host_pages
+        self._pool = PagePool(num_pages, self.store)
+        self._host = PagePool(host_pages, self.host_store)
+        self._tables: dict[KVHandle, None] = {}  # the open ones, in the order in which they were opened
+        self._counts = dict.fromkeys(
+            ("allocations", "releases", "hits", "misses", "copies", "swaps_out", "swaps_in"), 0)
 
     def __repr__(self) -> str:
         return (f"<KVCacheManager: {self.free_pages} of {self.total_pages} pages of {self.page_size} tokens free, "
@@ -365,11 +318,6 @@ class KVCacheManager:
         return picture("page_pool", self)
 
     # ---------------------------------------------------------------------------------------- observing
-
-    @property
-    def total_pages(self) -> int:
-        """Pages in the pool."""
-        return self._pool.total
 
     @property
     def free_pages(self) -> int:
@@ -392,18 +340,13 @@ class KVCacheManager:
         return self._pool.shared > 0
 
     @property
-    def total_host_pages(self) -> int:
-        """Pages in the host pool."""
-        return self._host.total
-
-    @property
     def free_host_pages(self) -> int:
         """Host pages that hold nothing."""
         return self._host.available
 
     def owns(self, handle: KVHandle) -> bool:
         """Is this a handle of this manager that was not released?"""
-        return isinstance(handle, _Table) and handle.pool is self._pool
+        return isinstance(handle, KVHandle) and handle in self._tables
 
     def length(self, handle: KVHandle) -> int:
         """Tokens stored for this handle."""
@@ -425,20 +368,21 @@ class KVCacheManager:
         return PageInfo(self._pool.refcounts[page_id], users, self._pool.state(page_id))
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold so many tokens: ceil(tokens / page_size)."""
+        """Pages that ``tokens`` tokens need: ceil(tokens / page_size)."""
         return -(-tokens // self.page_size)
 
     def stats(self) -> CacheStats:
-        """Counters and the pool's state. O(1)."""
-        counts, pool = self._counts, self._pool
+        """Counters and the pool's state. O(tables)."""
+        pool, store = self._pool, self.store
         return CacheStats(
-            counts["allocations"], counts["releases"], counts["hits"], self._misses, counts["copies"],
-            pool.evictions, pool.peak, pool.peak * self.store.page_bytes, self.internal_fragmentation(),
-            counts["swaps_out"], counts["swaps_in"], self.store.peak_tails * self.store.tail_bytes)
+            **self._counts, evictions=pool.evictions, peak_pages=pool.peak, peak_bytes=pool.peak * store.page_bytes,
+            internal_fragmentation=self.internal_fragmentation(), peak_tail_bytes=store.peak_tails * store.tail_bytes)
 
     def internal_fragmentation(self) -> int:
-        """Slots of used pages that hold no token. O(1)."""
-        return self._pool.used * self.page_size - self._pool.filled_slots
+        """Slots of used pages that hold no token, a shared page counted once. O(tables + pages not full)."""
+        size = self.page_size
+        return sum({page: size - (0 if i else table.length % size) for table in self._tables
+                    for i, page in enumerate(table.pages[table.length // size:])}.values())
 
     # ------------------------------------------------------------------------- opening and closing tables
 
@@ -451,37 +395,28 @@ class KVCacheManager:
         them now, PoolTooSmallError (both that and a CapacityError) if it never could.
         """
         _check_id(request_id)
-        if isinstance(token_count, bool) or not isinstance(token_count, int) or token_count < 0:
-            raise RequestError(f"token_count must be an integer from 0, not {token_count!r}")
+        _check_count("token_count", token_count, 0)
         needed = self.pages_for(token_count)
         if needed > self.total_pages:
             raise PoolTooSmallError(f"{token_count} tokens need {needed} pages of {self.page_size}; the pool has "
                                     f"{self.total_pages}: shorten the request or enlarge the pool")
-        table = _Table(request_id, (), self._pool.index.root(salt))
-        found = self._find_prefix(table.root, tokens[:token_count]) if self.prefix_sharing and tokens else []
-        shared = [page for page, _ in found]
-        self._ask(needed - len(shared), request_id, besides=shared)
-        for page in shared:
-            self._pool.share(page)
-        if shared:
-            self._observer("share", request_id, tuple(shared))
-        fresh = self._take(needed - len(shared), request_id)
-        table.pages, table.nodes = (*shared, *fresh), [node for _, node in found]
-        table.length = len(found) * self.page_size
-        self._counts["hits"] += table.length
-        self._observer("allocate", request_id, tuple(fresh))
-        return self._open(table)
+        root = self._pool.index.root(salt)
+        found = self._find_prefix(root, tokens[:token_count]) if self.prefix_sharing and tokens else []
+        shared = tuple(page for page, _ in found)
+        fresh = tuple(self._take(needed - len(shared), request_id, shared))
+        length = len(shared) * self.page_size
+        table = self._open(KVHandle(request_id, (*shared, *fresh), length, [root, *(node for _, node in found)]))
+        self._observer("allocate", request_id, fresh)
+        return table
 
     def _find_prefix(self, root: Node, tokens: Sequence[int]) -> list[tuple[int, Node]]:
         """Pages that hold the beginning of ``tokens``, leaving at least the last token to be computed."""
         found: list[tuple[int, Node]] = []
-        node = root
         for start in range(0, len(tokens) - self.page_size, self.page_size):
-            hit = self._pool.index.find(node, tokens[start:start + self.page_size])
+            hit = self._pool.index.find(found[-1][1] if found else root, tokens[start:start + self.page_size])
             if hit is None:
                 break
             found.append(hit)
-            node = hit[1]
         return found
 
     def fork(self, handle: KVHandle, request_id: str) -> KVHandle:
@@ -491,20 +426,27 @@ class KVCacheManager:
         shared = parent.pages[:self.pages_for(parent.length)]
         for page in shared:
             self._pool.share(page)
-        self._counts["hits"] += parent.length
-        child = self._open(_Table(request_id, shared, parent.root, parent.length, list(parent.nodes)))
+        child = self._open(KVHandle(request_id, shared, parent.length, list(parent.nodes)))
         self._observer("share", request_id, shared)
         return child
+
+    def _open(self, table: KVHandle) -> KVHandle:
+        """Register the table. The tokens that it starts with were found: hits."""
+        self._tables[table] = None
+        self._counts["allocations"] += 1
+        self._counts["hits"] += table.length
+        return table
 
     def release(self, handle: KVHandle) -> None:
         """Close the table; pages without another user are free again, or cached. O(pages)."""
         table = self._table(handle)
-        pages = self._close(table)
-        self._counts["releases"] += 1
-        for page in reversed(pages):  # the end first: it is evicted before the beginning, which more can use
-            self._drop(page)
+        del self._tables[table]
+        pages, table.pages = table.pages, ()
+        for page in reversed(pages):  # so the end is evicted before the beginning, which more requests can use
+            self._pool.drop(page)
         for page in table.host_pages or ():
-            self._drop(page, self._host, self.host_store)
+            self._host.drop(page)
+        self._counts["releases"] += 1
         self._observer("release", table.request_id, pages)
 
     # -------------------------------------------------------------------------------------------- filling
@@ -513,81 +455,83 @@ class KVCacheManager:
         """Make positions length .. token_count - 1 writable: add the missing pages, copy shared ones that would be
         written. All or nothing: OutOfPagesError leaves everything as it was. O(new pages)."""
         table = self._resident(handle)
-        if token_count <= len(table.pages) * self.page_size and not self._pool.shared:
-            return  # as nearly always while decoding
         shared = self._shared_among(table, table.length, token_count)
         missing = max(0, self.pages_for(token_count) - len(table.pages))
         if not shared and not missing:
             return
-        self._ask(len(shared) + missing, table.request_id)
         fresh = self._take(len(shared) + missing, table.request_id)
-        if shared:
-            self._copy_pages([table.pages[i] for i in shared], fresh)
-            for index, target in zip(shared, fresh):
-                self._replace(table, index, target)
-        added = tuple(fresh[len(shared):])
-        table.pages += added
-        if added:
+        self._copy_pages(self._pool, [table.pages[i] for i in shared], self._pool, fresh)
+        for index, target in zip(shared, fresh):
+            self._replace(table, index, target)
+        if missing:
+            added = tuple(fresh[len(shared):])
+            table.pages += added
             self._observer("allocate", table.request_id, added)
 
+    def _replace(self, table: KVHandle, index: int, target: int) -> None:
+        """Copy-on-write, second half: the numbers are copied, now the table changes over."""
+        source = table.pages[index]
+        table.pages = (*table.pages[:index], target, *table.pages[index + 1:])
+        self._pool.drop(source)
+        self._counts["copies"] += 1
+        self._observer("copy", table.request_id, (source, target))
+
     def commit(self, handle: KVHandle, token_count: int, tokens: Sequence[int] | None = None) -> None:
-        """The first ``token_count`` positions now hold computed keys and values. With prefix sharing and the
-        ``tokens`` themselves, pages that became full are published. O(new tokens)."""
-        if isinstance(handle, _Table) and handle.pool is self._pool and handle.host_pages is None:
-            table = handle  # at once: two calls less for every token
-        else:
-            table = self._resident(handle)
-        page_size = self.page_size
-        if not table.length <= token_count <= len(table.pages) * page_size:
+        """The first ``token_count`` positions now hold computed keys and values. Pages that became full need their
+        tails no more; with prefix sharing and the ``tokens`` themselves, they are published. O(new tokens)."""
+        table = self._resident(handle)
+        if not table.length <= token_count <= len(table.pages) * self.page_size:
             raise RequestError(f"{table.request_id} has {table.length} tokens and {len(table.pages)} pages of "
-                               f"{page_size}; it cannot hold {token_count}")
-        if self._pool.shared and self._shared_among(table, table.length, token_count):
+                               f"{self.page_size}; it cannot hold {token_count}")
+        if self._shared_among(table, table.length, token_count):
             raise RequestError(f"{table.request_id} shares the page it would fill; reserve() the positions first")
-        self._misses += token_count - table.length  # an attribute: this is the hot path
-        first, last, filled = table.length // page_size, token_count // page_size, token_count % page_size
-        if filled and last == first:  # within one page, as nearly always while decoding
-            pool, page = self._pool, table.pages[last]
-            pool.filled_slots += filled - pool.fills[page]
-            pool.fills[page] = filled
-        else:
-            for i in range(first, self.pages_for(token_count)):
-                self._pool.set_fill(table.pages[i], min(page_size, token_count - i * page_size))
-            for page in table.pages[first:last]:
-                self.store.settle(page)
+        first, full = table.length // self.page_size, token_count // self.page_size
+        for page in table.pages[first:full]:
+            self.store.settle(page)
+        self._counts["misses"] += token_count - table.length
         table.length = token_count
         if self.prefix_sharing and tokens is not None:
             self._publish(table, tokens)
 
-    def _publish(self, table: _Table, tokens: Sequence[int]) -> None:
-        """Name the content of the full pages that have no node yet."""
-        for i in range(len(table.nodes), table.length // self.page_size):
-            node = table.nodes[-1] if table.nodes else table.root
+    def _publish(self, table: KVHandle, tokens: Sequence[int]) -> None:
+        """From now on the table's full pages can be found by their content."""
+        index = self._pool.index
+        for i in range(len(table.nodes) - 1, table.length // self.page_size):
             content = tokens[i * self.page_size:(i + 1) * self.page_size]
             if len(content) < self.page_size:  # the caller knows only the beginning of what is stored
                 break
-            new = table.pages[i] not in self._pool.index
-            table.nodes.append(self._pool.index.publish(node, content, table.pages[i]))
-            if new and table.pages[i] in self._pool.index:
-                self._observer("publish", table.request_id, (table.pages[i],))
+            page, known = table.pages[i], table.pages[i] in index
+            table.nodes.append(index.publish(table.nodes[-1], content, page))
+            if page in index and not known:
+                self._observer("publish", table.request_id, (page,))
 
     def append(self, handle: KVHandle, key: Sequence[float], value: Sequence[float]) -> None:
         """Store the next position's key and value, growing by a page where needed. O(width)."""
-        position = self._resident(handle).length
+        table = self._resident(handle)
+        position = table.length
         key, value = self._numbers("key", key), self._numbers("value", value)
         self.reserve(handle, position + 1)
-        self.store.write(*self._slot(self._table(handle).pages, position), key, value)
+        self.store.write(table.pages[position // self.page_size], position % self.page_size, key, value)
         self.commit(handle, position + 1)
-        self._observer("append", handle.request_id, self.pages(handle))
+        self._observer("append", table.request_id, table.pages)
 
     def read(self, handle: KVHandle, position: int) -> tuple[Sequence[float], Sequence[float]]:
         """Key and value of a stored position. IndexError outside 0 .. length - 1."""
         table = self._table(handle)
         if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < table.length:
-            raise IndexError(f"position {position!r} of {handle.request_id} is not stored; stored: "
+            raise IndexError(f"position {position!r} of {table.request_id} is not stored; stored: "
                              f"{table.length} tokens")
+        index, offset = divmod(position, self.page_size)
         if table.host_pages is not None:
-            return self.host_store.read(*self._slot(table.host_pages, position))
-        return self.store.read(*self._slot(table.pages, position))
+            return self.host_store.read(table.host_pages[index], offset)
+        return self.store.read(table.pages[index], offset)
+
+    def drop_unused_tails(self, pages: Iterable[int]) -> None:
+        """After a step that computed in ``pages``. If a request was cancelled during the step, the decoder may have
+        begun tails in its pages after they lost their last user."""
+        for page in pages:
+            if not self._pool.refcounts[page]:
+                self.store.settle(page)
 
     # ------------------------------------------------------------------------------------------- swapping
 
@@ -597,12 +541,12 @@ class KVCacheManager:
         table = self._resident(handle)
         filled = table.pages[:self.pages_for(table.length)]
         host_pages = self._host.take(len(filled), f"swapping out {table.request_id}")
-        self._copy_pages(filled, host_pages, self._host, self.host_store, self.store)
-        for page in reversed(table.pages):
-            self._drop(page)
-        self._observer("swap_out", table.request_id, table.pages)
-        table.pages, table.host_pages = (), host_pages
+        self._copy_pages(self._pool, filled, self._host, host_pages)
+        pages, table.pages, table.host_pages = table.pages, (), host_pages
+        for page in reversed(pages):
+            self._pool.drop(page)
         self._counts["swaps_out"] += 1
+        self._observer("swap_out", table.request_id, pages)
 
     def swap_in(self, handle: KVHandle, token_count: int) -> None:
         """Bring the tokens back into pages for ``token_count`` tokens and free the host pages. All or nothing:
@@ -610,41 +554,77 @@ class KVCacheManager:
         table = self._table(handle)
         if table.host_pages is None:
             raise RequestError(f"{table.request_id} is not swapped out; there is nothing to bring back")
-        needed = self.pages_for(max(token_count, table.length))
-        self._ask(needed, table.request_id)
-        pages = self._take(needed, table.request_id)
-        self._copy_pages(table.host_pages, pages, self._pool, self.store, self.host_store)
+        pages = self._take(self.pages_for(max(token_count, table.length)), table.request_id)
+        self._copy_pages(self._host, table.host_pages, self._pool, pages)
         for page in table.host_pages:
-            self._drop(page, self._host, self.host_store)
+            self._host.drop(page)
         table.pages, table.host_pages = tuple(pages), None
-        table.nodes = []  # these are copies: the originals may be published still
-        for i in range(self.pages_for(table.length)):
-            self._pool.set_fill(pages[i], min(self.page_size, table.length - i * self.page_size))
+        del table.nodes[1:]  # these are copies: the originals may still be published
         self._counts["swaps_in"] += 1
-        self._observer("swap_in", table.request_id, tuple(pages))
+        self._observer("swap_in", table.request_id, table.pages)
 
     # ------------------------------------------------------------------------------------------- checking
 
     def check(self) -> None:
         """Raise EngineError with a full account unless pages are conserved. O(pages + tables)."""
-        tables = self._tables
-        wrong = self._pool.faults(Counter(page for table in tables for page in table.pages))
-        wrong += [f"host: {fault}" for fault in
-                  self._host.faults(Counter(page for table in tables for page in table.host_pages or ()))]
-        for table in tables:
+        wrong = self._pool.faults(table.pages for table in self._tables)
+        wrong += [f"host: {fault}" for fault in self._host.faults(table.host_pages or () for table in self._tables)]
+        fills: dict[int, int] = {}
+        for table in self._tables:
             if len(set(table.pages)) != len(table.pages):
                 wrong.append(f"{table.request_id} lists a page twice: {table.pages}")
             if table.host_pages is None and table.length > len(table.pages) * self.page_size:
                 wrong.append(f"{table.request_id} has {table.length} tokens in {len(table.pages)} pages")
             for i, page in enumerate(table.pages):
                 tokens = min(max(table.length - i * self.page_size, 0), self.page_size)
-                if tokens != self._pool.fill(page):
-                    wrong.append(f"{table.request_id} has {tokens} tokens in page {page}, counted "
-                                 f"{self._pool.fill(page)}")
+                if fills.setdefault(page, tokens) != tokens:
+                    wrong.append(f"page {page} has {tokens} tokens for {table.request_id}, {fills[page]} for others")
         if wrong:
             raise EngineError("pages are not conserved: " + "; ".join(wrong))
 
     # ------------------------------------------------------------------------------------------- inside
+
+    def _table(self, handle: KVHandle) -> KVHandle:
+        if isinstance(handle, KVHandle) and handle in self._tables:
+            return handle
+        raise StaleHandleError(f"{handle!r} was released, or is not of this cache manager; allocate a new one")
+
+    def _resident(self, handle: KVHandle) -> KVHandle:
+        table = self._table(handle)
+        if table.host_pages is not None:
+            raise RequestError(f"{table.request_id} is swapped out; swap it in before its pages are used")
+        return table
+
+    def _take(self, number: int, request_id: str, shared: tuple[int, ...] = ()) -> list[int]:
+        """``number`` fresh pages, and one more user for each of the ``shared`` pages; all or nothing."""
+        if number:
+            self.before_take(number, request_id)
+        self._pool.require(number, request_id, shared)  # the last check: from here on nothing is refused
+        for page in shared:  # first, so that none of them is evicted
+            self._pool.share(page)
+        if shared:
+            self._observer("share", request_id, shared)
+        if evicted := self._pool.next_evicted(number):
+            self._observer("evict", request_id, evicted)
+        return self._pool.take(number, request_id)
+
+    def _copy_pages(self, origin: PagePool, sources: Sequence[int], pool: PagePool, fresh: Sequence[int]) -> None:
+        """Copy the pages ``sources`` of ``origin`` to the first of the pages just taken from ``pool``. If that fails,
+        give all of these back."""
+        try:
+            for source, target in zip(sources, fresh):
+                pool.store.copy_page(source, target, origin.store)
+        except BaseException:
+            for page in reversed(fresh):
+                pool.drop(page)
+            raise
+
+    def _shared_among(self, table: KVHandle, start: int, end: int) -> list[int]:
+        """Indices in the block table of shared pages that positions start .. end - 1 fall into."""
+        if start >= end or not self._pool.shared:
+            return []
+        last = min(len(table.pages), self.pages_for(end))
+        return [i for i in range(start // self.page_size, last) if self._pool.refcounts[table.pages[i]] > 1]
 
     def _numbers(self, name: str, vector: Sequence[float]) -> list[float]:
         """The vector as ``width`` floats, or RequestError before anything has changed."""
@@ -656,86 +636,12 @@ class KVCacheManager:
             raise RequestError(f"the {name} has {len(numbers)} numbers; this cache stores {self.width} a token")
         return numbers
 
-    def _ask(self, number: int, for_whom: str, besides: Sequence[int] = ()) -> None:
-        """OutOfPagesError, with nothing changed, unless so many fresh pages can be taken."""
-        if number:
-            self.gate(number, for_whom)
-        self._pool.require(number, for_whom, besides)
-
-    def _take(self, number: int, for_whom: str) -> list[int]:
-        """Fresh pages. What is evicted for them is told first."""
-        if doomed := self._pool.next_evicted(number):
-            self._observer("evict", for_whom, doomed)
-        return self._pool.take(number, for_whom)
-
-    def _drop(self, page: int, pool: PagePool | None = None, store: KVStore | None = None) -> None:
-        """One user less; with the last one goes what the store kept besides the page."""
-        pool = pool or self._pool
-        pool.drop(page)
-        if not pool.refcounts[page]:
-            (store or self.store).settle(page)
-
-    def settle_unused(self, pages: Iterable[int]) -> None:
-        """A step has computed in these pages: what a store kept for its rows goes, where nobody uses the page (any
-        more: a request may be cancelled by another thread while it is computed)."""
-        for page in pages:
-            if not self._pool.refcounts[page]:
-                self.store.settle(page)
-
-    def _open(self, table: _Table) -> KVHandle:
-        table.pool = self._pool
-        self._tables[table] = None
-        self._counts["allocations"] += 1
-        return table
-
-    def _close(self, table: _Table) -> tuple[int, ...]:
-        """Its handle reaches nothing any more; the pages that it had."""
-        pages, table.pages, table.pool = table.pages, (), None
-        del self._tables[table]
-        return pages
-
-    def _table(self, handle: KVHandle) -> _Table:
-        if isinstance(handle, _Table) and handle.pool is self._pool:
-            return handle
-        raise StaleHandleError(f"{handle!r} was released, or is not of this cache manager; allocate a new one")
-
-    def _resident(self, handle: KVHandle) -> _Table:
-        table = self._table(handle)
-        if table.host_pages is not None:
-            raise RequestError(f"{table.request_id} is swapped out; swap it in before its pages are used")
-        return table
-
-    def _slot(self, pages: Sequence[int], position: int) -> tuple[int, int]:
-        return pages[position // self.page_size], position % self.page_size
-
-    def _shared_among(self, table: _Table, start: int, end: int) -> list[int]:
-        """Indices in the block table of shared pages that positions start .. end - 1 fall into."""
-        if start >= end or not self._pool.shared:
-            return []
-        last = min(len(table.pages), self.pages_for(end))
-        return [i for i in range(start // self.page_size, last) if self._pool.refcounts[table.pages[i]] > 1]
-
-    def _copy_pages(self, sources: Sequence[int], fresh: Sequence[int], pool: PagePool | None = None,
-                    store: KVStore | None = None, origin: KVStore | None = None) -> None:
-        """Copy numbers into the first of the pages just taken; if that fails, give all of those back."""
-        try:
-            for source, target in zip(sources, fresh):
-                (store or self.store).copy_page(source, target, origin)
-        except BaseException:
-            for page in reversed(fresh):
-                self._drop(page, pool, store)
-            raise
-
-    def _replace(self, table: _Table, index: int, target: int) -> None:
-        """Copy-on-write, second half: the numbers are copied, now the table changes over."""
-        source = table.pages[index]
-        table.pages = (*table.pages[:index], target, *table.pages[index + 1:])
-        self._pool.set_fill(target, self._pool.fill(source))
-        self._pool.drop(source)
-        self._counts["copies"] += 1
-        self._observer("copy", table.request_id, (source, target))
-
 
 def _check_id(request_id: object) -> None:
     if not isinstance(request_id, str):
         raise RequestError(f"request_id must be a string, not {request_id!r}")
+
+
+def _check_count(name: str, number: object, low: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < low:
+        raise RequestError(f"{name} must be an integer from {low}, not {number!r}")

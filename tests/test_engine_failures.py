@@ -540,13 +540,14 @@ class Failures(EngineCase):
                     self.submit(engine, asks)
                     engine.step()
 
-                    def gate(number: int, for_whom: str, engine=engine, taken=taken, asking=asking, take=take) -> None:
+                    def interfere(number: int, for_whom: str, engine=engine, taken=taken,
+                                  asking=asking, take=take) -> None:
                         if for_whom == asking and engine.scheduler.is_running(taken):
                             handle = engine.scheduler.handle(taken)
                             if engine.kv.owns(handle) and handle.pages:
                                 getattr(engine.kv, take)(handle)
 
-                    engine.kv.gate = gate
+                    engine.kv.before_take = interfere
                     self.check_outcomes(engine, asks, failed=taken)
                     errors = [event["error"] for event in engine.timeline if "error" in event]
                     self.assertEqual(len(errors), 1)

@@ -81,6 +81,7 @@ class Mirror:
             self.test.assertIn(info.state, ("used",) if mine else ("free", "cached"))
             cached += info.state == "cached"
         equal(kv.cached_pages, cached)
+        equal((kv.used_pages, kv.sharing), (len(users), any(len(mine) > 1 for mine in users.values())))
         host = sum(-(-len(life.tokens) // kv.page_size) for life in self.lives.values() if life.swapped)
         equal(kv.free_host_pages, HOST_PAGES - host)
         stats = kv.stats()
@@ -208,20 +209,21 @@ class Conservation(unittest.TestCase):
     def test_check_gives_a_full_account_of_any_damage(self) -> None:
         def free_twice(kv): kv._pool._free.append(kv._pool._free[0])
         def free_and_used(kv): kv._pool._free.append(kv.pages(self.handle)[0])
-        def cached_and_used(kv): kv._pool._cached[kv.pages(self.handle)[0]] = None
+        def cached_and_used(kv): kv._pool.cached[kv.pages(self.handle)[0]] = None
         def lost(kv): kv._pool._free.pop()
         def free_but_found(kv): kv._pool.index.publish(0, [1] * 4, kv._pool._free[0])
         def counted_twice(kv): kv._pool.refcounts[kv.pages(self.handle)[0]] += 1
         def listed_twice(kv): self.handle.pages = self.handle.pages[:1] * 2
         def too_long(kv): kv._table(self.handle).length = 99
-        def wrong_fill(kv): kv._pool.fills[kv.pages(self.handle)[0]] -= 1
-        def wrong_sum(kv): kv._pool.filled_slots += 1
+        def two_lengths(kv): kv.fork(self.handle, "child").length -= 1
+        def shared_alone(kv): kv._pool.shared += 1
         def host_lost(kv): kv._host._free.pop()
 
         for damage, account in ((free_twice, "2 times"), (free_and_used, "free and used"), (lost, "nowhere"),
                                 (cached_and_used, "used and cached"), (free_but_found, "can still be found"),
                                 (counted_twice, "refcount 2, listed by 1"), (listed_twice, "twice"),
-                                (too_long, "99 tokens in 2 pages"), (wrong_fill, "counted"), (wrong_sum, "counted"),
+                                (too_long, "99 tokens in 2 pages"), (two_lengths, "1 tokens for child, 2 for others"),
+                                (shared_alone, "1 pages are counted as shared, 0 are"),
                                 (host_lost, "host: page . is nowhere")):
             with self.subTest(damage=damage.__name__):
                 kv = KVCacheManager(4, 4, host_pages=2)

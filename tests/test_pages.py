@@ -8,7 +8,18 @@ from collections import Counter
 from itertools import product
 
 from starter.errors import OutOfPagesError
-from starter.kv_cache import Node, PagePool, PrefixIndex
+from starter.kv_cache import Node, PagePool, PlainStore, PrefixIndex
+
+
+class Store(PlainStore):
+    """Remembers which pages it was to settle."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.settled: list[int] = []
+
+    def settle(self, page: int) -> None:
+        self.settled.append(page)
 
 
 class PoolModel:
@@ -16,7 +27,7 @@ class PoolModel:
 
     def __init__(self, num_pages: int) -> None:
         self.users: Counter[int] = Counter()
-        self.fills: dict[int, int] = {}  # of used and cached pages
+        self.settled: list[int] = []
         self.cached: list[int] = []  # least recently used first
         self.num_pages, self.peak, self.evictions = num_pages, 0, 0
 
@@ -29,7 +40,7 @@ class PoolModel:
             if page in self.cached:
                 self.cached.remove(page)
                 self.evictions += 1
-            self.users[page], self.fills[page] = 1, 0
+            self.users[page] = 1
         self.peak = max(self.peak, len(self.used))
 
     def share(self, page: int) -> None:
@@ -40,24 +51,25 @@ class PoolModel:
 
     def drop(self, page: int, published: bool) -> None:
         self.users[page] -= 1
-        if not self.users[page] and published:
-            self.cached.append(page)
+        if not self.users[page]:
+            self.settled.append(page)
+            if published:
+                self.cached.append(page)
 
 
 class Pool(unittest.TestCase):
     def check(self, pool: PagePool, model: PoolModel) -> None:
         equal = self.assertEqual
-        equal(pool.faults(model.users), [])
+        equal(pool.faults([[*model.users.elements()]]), [])
         equal(pool.used, len(model.used))
         equal(pool.available, model.num_pages - len(model.used))
-        equal(pool.cached, tuple(model.cached))
+        equal(list(pool.cached), model.cached)
         equal(pool.shared, sum(users > 1 for users in model.users.values()))
-        equal(pool.filled_slots, sum(model.fills[page] for page in model.used))
+        equal(pool.store.settled, model.settled)  # each page when its last user has left it, and no other
         equal((pool.peak, pool.evictions), (model.peak, model.evictions))
         for page in range(model.num_pages):
             state = "used" if model.users[page] else "cached" if page in model.cached else "free"
             equal((pool.state(page), pool.refcounts[page]), (state, model.users[page]))
-            equal(pool.fill(page), 0 if state == "free" else model.fills[page])
             equal(page in pool.index, page in model.cached or page in self.published)
 
     def test_random_operations(self) -> None:
@@ -65,11 +77,11 @@ class Pool(unittest.TestCase):
         seen: Counter[str] = Counter()
         for seed in range(40):
             dice = random.Random(seed)
-            pool, model = PagePool(dice.choice((1, 2, 5, 12)), 4), PoolModel(0)
+            pool, model = PagePool(dice.choice((1, 2, 5, 12)), Store()), PoolModel(0)
             model.num_pages = pool.total
             self.published: set[int] = set()  # findable pages in use
             for number in range(100):
-                operation = dice.choice(("take", "take", "share", "drop", "drop", "drop", "fill", "publish"))
+                operation = dice.choice(("take", "take", "share", "drop", "drop", "drop", "publish"))
                 with self.subTest(seed=seed, number=number, operation=operation):
                     self.operate(dice, pool, model, operation, number)
                     self.check(pool, model)
@@ -90,10 +102,6 @@ class Pool(unittest.TestCase):
             pool.drop(page)
             model.drop(page, page in self.published)
             self.published -= {*model.cached}
-        elif operation == "fill" and model.used:
-            page, tokens = dice.choice(model.used), dice.randint(0, 4)
-            pool.set_fill(page, tokens)
-            model.fills[page] = tokens
         elif operation == "publish" and (pages := [page for page in model.used if page not in self.published]):
             page = dice.choice(pages)
             pool.index.publish(pool.index.root(None), [number], page)
@@ -114,36 +122,36 @@ class Pool(unittest.TestCase):
         model.take(pages)
 
     def test_the_page_released_last_is_taken_first(self) -> None:
-        pool = PagePool(4, 1)
+        pool = PagePool(4, Store())
         pages = pool.take(4, "r")
         for page in (pages[2], pages[0], pages[3]):
             pool.drop(page)
         self.assertEqual(pool.take(3, "r"), [pages[3], pages[0], pages[2]])
 
     def test_sharing_a_cached_page_makes_it_the_most_recently_used(self) -> None:
-        pool = PagePool(3, 1)
+        pool = PagePool(3, Store())
         pages = pool.take(3, "r")
         for page in pages:
             pool.index.publish(pool.index.root(None), [page], page)
             pool.drop(page)
         pool.share(pages[0])
         pool.drop(pages[0])
-        self.assertEqual(pool.cached, (pages[1], pages[2], pages[0]))
+        self.assertEqual(list(pool.cached), [pages[1], pages[2], pages[0]])
         self.assertEqual(pool.take(2, "r"), [pages[1], pages[2]])
         self.assertIsNone(pool.index.find(pool.index.root(None), [pages[1]]))  # K020
         self.assertEqual(pool.index.find(pool.index.root(None), [pages[0]])[0], pages[0])
 
     def test_cached_pages_that_are_to_be_shared_are_not_there_to_be_taken(self) -> None:
-        pool = PagePool(3, 1)
+        pool = PagePool(3, Store())
         pages = pool.take(3, "r")
         for page in pages[:2]:
             pool.index.publish(pool.index.root(None), [page], page)
             pool.drop(page)
         pool.require(2, "r")
-        pool.require(1, "r", besides=[pages[0]])
-        pool.require(2, "r", besides=[pages[2]])  # in use already: sharing it takes nothing
-        self.assertRaises(OutOfPagesError, pool.require, 1, "r", besides=pages[:2])
-        self.assertRaises(OutOfPagesError, pool.require, 2, "r", besides=[pages[1], pages[2]])
+        pool.require(1, "r", sharing=[pages[0]])
+        pool.require(2, "r", sharing=[pages[2]])  # in use already: sharing it takes nothing
+        self.assertRaises(OutOfPagesError, pool.require, 1, "r", sharing=pages[:2])
+        self.assertRaises(OutOfPagesError, pool.require, 2, "r", sharing=[pages[1], pages[2]])
 
 
 class Index(unittest.TestCase):

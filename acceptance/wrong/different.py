@@ -28,12 +28,12 @@ def pages_in_turn(patch):
         return pages
 
     def evict(self):
-        self._cached.move_to_end(next(reversed(self._cached)), last=False)
+        self.cached.move_to_end(next(reversed(self.cached)), last=False)
         return right(self)
 
     patch(PagePool, "take", take)
     patch(PagePool, "_evict", evict)
-    patch(PagePool, "next_evicted", lambda self, number: tuple(reversed(self._cached))[:max(
+    patch(PagePool, "next_evicted", lambda self, number: tuple(reversed(self.cached))[:max(
         0, number - len(self._free))])
 
 

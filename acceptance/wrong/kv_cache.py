@@ -222,7 +222,7 @@ def tokens_counted_once_a_page(patch):
 
     def commit(self, handle, token_count, tokens=None):
         right(self, handle, token_count, tokens)
-        self._misses = sum(table.length // self.page_size * self.page_size for table in self._tables)
+        self._counts["misses"] = sum(table.length // self.page_size * self.page_size for table in self._tables)
 
     patch(KVCacheManager, "commit", commit)
 

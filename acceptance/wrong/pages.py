@@ -61,7 +61,7 @@ def no_rollback(patch):
         return pages
 
     patch(PagePool, "take", take)
-    patch(PagePool, "require", lambda self, number, for_whom, besides=(): None)
+    patch(PagePool, "require", lambda self, number, for_whom, sharing=(): None)
 
 
 @mistake(13, "M4PagedKV.test_shared_prefixes", says="begin alike")

@@ -64,21 +64,24 @@ def page_pool(kv: KVCacheManager) -> str:
     """A box for each page: whose it is by colour, how full by the dark bar at its foot; then every block table."""
     shown = min(kv.total_pages, MAX_PAGES)
     pages = [kv.page(page) for page in range(shown)]
-    tables = list(kv._tables)
+    tables, size = list(kv._tables), kv.page_size
+    fills = dict.fromkeys(kv._pool.cached, size)  # tokens in each page
+    for table in tables:
+        fills.update((page, min(max(table.length - i * size, 0), size)) for i, page in enumerate(table.pages))
     hues = colours(table.request_id for table in tables)
     boxes = []
     for number, page in enumerate(pages):
         x, y = number % COLUMNS * 44 + 1, number // COLUMNS * 38 + 1
-        filled = kv._pool.fill(number) / kv.page_size
+        tokens = fills.get(number, 0)
         owners = list(dict.fromkeys(page.users))
         about = f"page {number}: {page.state}" + (f" by {', '.join(owners)}" if owners else "")
-        boxes.append(f"<g><title>{escape(about)}, {counted(kv._pool.fill(number), 'token')}</title>"
+        boxes.append(f"<g><title>{escape(about)}, {counted(tokens, 'token')}</title>"
                      + _rect(x, y, 40, 34, "none", stroke=2 if page.refcount > 1 else 1,
                              dashed=page.state == "cached"))
         for i, owner in enumerate(owners):  # a stripe for each of those who share it
             boxes.append(_rect(x + i * 40 / len(owners), y, 40 / len(owners), 34, hues[owner]))
         if owners:
-            boxes.append(_rect(x, y + 29, 40 * filled, 5, "#111", opacity=0.6))
+            boxes.append(_rect(x, y + 29, 40 * tokens / size, 5, "#111", opacity=0.6))
         mark = "" if page.refcount < 2 else f" ×{page.refcount}"
         boxes.append(_text(x + 20, y + 20, f"{number}{mark}", "middle", "#111" if owners else "currentColor",
                            1.0 if owners else 0.55) + "</g>")

@@ -37,7 +37,7 @@ class FaultInjector:
         self._kv, self._handle_of, self._record = kv, handle_of, record
         self._steps = self._calls = self._asks = 0
         self._held: list[tuple[int, KVHandle]] = []  # until which step
-        kv.gate = self.ask_for_pages
+        kv.before_take = self.ask_for_pages
 
     def before_step(self) -> None:
         """Outside holders do what they do."""
@@ -78,7 +78,7 @@ class FaultInjector:
         self._held = [held for held in self._held if held[0] > step]
 
     def ask_for_pages(self, number: int, for_whom: str) -> None:
-        """The page manager's gate: called before fresh pages are taken."""
+        """The page manager calls this before it takes fresh pages."""
         ask, self._asks = self._asks, self._asks + 1
         for fault in self._faults:
             if isinstance(fault, RefusedPages) and fault.ask == ask:
