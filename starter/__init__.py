@@ -8,8 +8,9 @@
         for event in engine.stream(request):
             print(event.token, event.text)
 
-Reading order: schema, reference, model, cpu_backend (M1); kv_cache (M2, M4); scheduler, sampling (M3);
-quantization (M5); engine, timeline, metrics, driver (M6).
+Reading order: errors, schema, reference, backend, model, kv_cache, scheduler, sampling, quantization, timeline,
+metrics, engine, numpy_backend, driver. What they build on is in base/ and need not be read; every other folder is
+optional.
 
 Names are imported when first used (PEP 562), so that ``import starter`` costs next to nothing and
 ``python3 -m starter.schema`` runs its module once, not twice.

@@ -130,6 +130,27 @@ class HandoutTest(unittest.TestCase):
             self.assertEqual([phrase for phrase in quoted if phrase not in sources], [], name)
 
 
+class ReadingOrderTest(unittest.TestCase):
+    ORDER = ("errors, schema, reference, backend, model, kv_cache, scheduler, sampling, quantization, timeline, "
+             "metrics, engine, numpy_backend, driver")
+
+    def test_it_is_the_same_everywhere(self) -> None:
+        for name in ("README.md", "README.zh-CN.md", "DESIGN.md", "docs/handout.md", "docs/handout.zh.md",
+                     "starter/__init__.py"):
+            words = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+            self.assertIn(self.ORDER, words, name)
+
+    def test_it_has_all_files_of_the_spine(self) -> None:
+        spine = {path.stem for path in (ROOT / "starter").glob("[a-z]*.py")}
+        self.assertEqual(set(self.ORDER.split(", ")), spine)
+
+    def test_the_table_is_in_this_order(self) -> None:
+        for name in ("README.md", "README.zh-CN.md"):
+            text = (ROOT / name).read_text(encoding="utf-8")
+            rows = re.findall(r"^\| [M\d, ]*\| `starter/(\w+)\.py` \|", text, re.MULTILINE)
+            self.assertEqual(", ".join(rows), self.ORDER, name)
+
+
 class RubricTest(unittest.TestCase):
     def test_points_add_up(self) -> None:
         text = (ROOT / "rubric.md").read_text(encoding="utf-8")

@@ -151,7 +151,8 @@ class ReleasedTest(unittest.TestCase):
         """Links, files, tests and commands are those of the students' project, not of this one."""
         documents = sorted([*self.out.glob("*.md"), *self.out.glob("docs/*.md")])
         self.assertEqual([path.name for path in documents], [
-            "DESIGN.md", "README.md", "REPORT.md", "handout.md", "handout.zh.md", "integrity.md", "rubric.md"])
+            "DESIGN.md", "README.md", "REPORT.md", "glossary.md", "glossary.zh.md", "handout.md", "handout.zh.md",
+            "integrity.md", "rubric.md"])
         for path in documents:
             text = path.read_text(encoding="utf-8")
             with self.subTest(path=path.name):
