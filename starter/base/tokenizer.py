@@ -16,8 +16,10 @@ from __future__ import annotations
 from codecs import utf_8_decode
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
+from starter.base.model_config import MAX_VOCABULARY
+from starter.base.strict_json import ListOf, Record, Text
 from starter.errors import RequestError, SchemaError
 
 
@@ -25,8 +27,8 @@ from starter.errors import RequestError, SchemaError
 class CharacterVocabulary:
     """``specials`` take the ids 0, 1, ...; the characters follow in order, one id each."""
 
-    characters: str
-    specials: tuple[str, ...] = ()
+    characters: Annotated[str, Text(1, MAX_VOCABULARY)]
+    specials: Annotated[tuple[str, ...], ListOf(Text(1, 100), longest=1_000)] = ()
 
     def __post_init__(self) -> None:
         if len(set(self.characters)) != len(self.characters):
@@ -34,6 +36,9 @@ class CharacterVocabulary:
             raise SchemaError(f"the character {twice!r} stands twice", "/characters")
         if len(set(self.specials)) != len(self.specials):
             raise SchemaError("a special token stands twice", "/specials")
+
+
+TOKENIZER_SHAPE = Record.of(CharacterVocabulary)
 
 
 class Tokenizer(Protocol):

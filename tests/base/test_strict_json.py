@@ -13,12 +13,12 @@ from starter.base.strict_json import (
     MAX_DOCUMENT_BYTES,
     MAX_INTEGER_DIGITS,
     Boolean,
-    Choice,
     Integer,
     ListOf,
     MapOf,
     Nullable,
     Number,
+    OneOf,
     Record,
     Shape,
     Tagged,
@@ -56,7 +56,7 @@ NAMED = Record(Named, {"name": Text(1, 5), "tags": ListOf(Text(), longest=2)})
 EITHER = Tagged("kind", {"pair": PAIR, "named": NAMED})
 EXAMPLES: tuple[tuple[Shape, object, object], ...] = (  # shape, JSON, Python
     (Integer(-3, 3), -3, -3), (Number(0.0, 2.0), 1, 1.0), (Number(0.0, 2.0), 0.5, 0.5), (Boolean(), False, False),
-    (Text(), "a\u00e9\u4e16\U0001f600\n", "a\u00e9\u4e16\U0001f600\n"), (Choice(("x", "y")), "y", "y"),
+    (Text(), "a\u00e9\u4e16\U0001f600\n", "a\u00e9\u4e16\U0001f600\n"), (OneOf(("x", "y")), "y", "y"),
     (Nullable(Integer()), None, None), (Nullable(Integer()), 4, 4), (ListOf(Integer()), [1, 2], (1, 2)),
     (MapOf(Integer()), {"a/b": 1, "": 2}, {"a/b": 1, "": 2}), (PAIR, {"left": 1, "right": 2}, Pair(1, 2)),
     (NAMED, {"name": "n", "tags": ["t"]}, Named("n", ("t",))),
@@ -87,7 +87,7 @@ class ShapeTest(Case):
     def test_each_scalar_accepts_its_own_type_only(self) -> None:
         accepted: dict[Shape, list[object]] = {
             Integer(): [0, 7], Number(0.0, 9.0): [0, 7, 3.0, 2.5], Boolean(): [True, False], Text(): ["5", ""],
-            Choice(("5",)): ["5"], Nullable(Boolean()): [None, True, False], ListOf(Integer()): [[], [1]],
+            OneOf(("5",)): ["5"], Nullable(Boolean()): [None, True, False], ListOf(Integer()): [[], [1]],
             MapOf(Integer()): [{}, {"a": 1}],
         }
         for shape, values in accepted.items():
@@ -156,7 +156,7 @@ class ShapeTest(Case):
                          {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2})
         self.assertEqual(MapOf(Number(0.0, 1.0)).json_schema(), {
             "type": "object", "additionalProperties": {"type": "number", "minimum": 0.0, "maximum": 1.0}})
-        self.assertEqual(Choice(("x", "y")).json_schema(), {"enum": ["x", "y"]})
+        self.assertEqual(OneOf(("x", "y")).json_schema(), {"enum": ["x", "y"]})
 
     def test_values_are_described_in_few_words(self) -> None:
         for value, wanted in ((None, "null"), (True, "a boolean true"), ("x", 'a string "x"'), ([1], "a list"),
