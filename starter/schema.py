@@ -1,26 +1,22 @@
 """M1 · The nouns: what a scenario, a request and its tokens are, and how they are written in JSON.
 
     fixtures/tiny_model.json --load_scenario()--> Scenario
-                                                  +-- model: ModelConfig            sizes of the decoder
-                                                  +-- weights: SeededWeights | SafetensorsWeights
-                                                  +-- tokenizer: CharacterVocabulary
-                                                  +-- engine: EngineSettings        pages, budget, policy
-                                                  +-- quantization: QuantizationConfig or null
-                                                  +-- requests: (Request, ...)      each with its SamplingParams
-                                                  +-- events: (ScenarioEvent, ...)  cancels
-                                                  +-- faults: (Fault, ...)          what goes wrong on purpose
-                                                  +-- golden: Golden or null        the output that must come out
+        model: ModelConfig                            sizes of the decoder ..
+        weights: SeededWeights | SafetensorsWeights   .. and where its numbers come from (base/model_config.py)
+        tokenizer: CharacterVocabulary                (base/tokenizer.py)
+        engine: EngineSettings                        pages, budget, policy
+        quantization: QuantizationConfig or null      of the weights
+        requests: (Request, ...)                      each with its SamplingParams
+        events: (ScenarioEvent, ...)                  cancels
+        faults: (Fault, ...)                          what goes wrong on purpose (base/fault_kinds.py)
+        golden: Golden or null                        the output that must come out
 
-Each noun is a frozen dataclass. A field declares its shape (``base/strict_json.py``) once, in its annotation, and
-``NOUN_SHAPE`` follows from the fields: it parses the noun strictly (SchemaError with a JSON pointer), writes it and
-prints its JSON Schema. Rules that join several fields are checked in ``__post_init__``.
+A field declares its range once, as a shape (``base/strict_json.py``) in its annotation. From these, ``Record.of(Noun)``
+reads a noun from JSON (SchemaError with a JSON pointer), writes it, and prints its JSON Schema. Requests and sampling
+parameters are also made in code: ``check_fields`` applies the same declarations there and raises RequestError. Rules
+that join several fields are in ``__post_init__``, those that need the model in ``Request.check_against``.
 
-Requests and their sampling are also made in code. They check the same shapes then and raise RequestError, one sentence
-with what was given and what is allowed. ``Request.check_against`` checks what depends on the model; what depends on the
-engine is checked by its ``submit``.
-
-``python3 -m starter.schema`` prints the JSON Schema of a scenario (draft 2020-12), kept in
-``fixtures/scenario.schema.json``.
+``python3 -m starter.schema`` prints the JSON Schema of a scenario, which is kept in ``fixtures/scenario.schema.json``.
 """
 
 from __future__ import annotations
@@ -41,9 +37,13 @@ from .base.model_config import (
     MAX_VOCABULARY,
     MODEL_SHAPE,
     QUANTIZATION_SHAPE,
+    SEED_SHAPE,
     TOKEN_SHAPE,
+    WEIGHTS_SHAPE,
     ModelConfig,
     QuantizationConfig,
+    SafetensorsWeights,
+    SeededWeights,
 )
 from .base.strict_json import (
     Boolean,
@@ -55,7 +55,6 @@ from .base.strict_json import (
     OneOf,
     Pair,
     Record,
-    Tagged,
     Text,
     check_fields,
     compact_json,
@@ -69,8 +68,8 @@ from .errors import CapacityError, RequestError, SchemaError
 
 __all__ = [  # with the nouns that have a file of their own
     "ENGINE_SHAPE", "FAULT_SHAPE", "MAX_CONTEXT", "MAX_PAGES", "MODEL_SHAPE", "POLICY_NAMES", "QUANTIZATION_SHAPE",
-    "REQUEST_SHAPE", "SAMPLING_SHAPE", "SCENARIO_VERSION", "TOKENIZER_SHAPE", "TOKEN_EVENT_SHAPE", "WEIGHTS_SHAPE",
-    "CharacterVocabulary", "EngineSettings", "Golden", "ModelConfig", "QuantizationConfig", "Request",
+    "REQUEST_SHAPE", "SAMPLING_SHAPE", "SCENARIO_VERSION", "SEED_SHAPE", "TOKENIZER_SHAPE", "TOKEN_EVENT_SHAPE",
+    "WEIGHTS_SHAPE", "CharacterVocabulary", "EngineSettings", "Golden", "ModelConfig", "QuantizationConfig", "Request",
     "SafetensorsWeights", "SamplingParams", "Scenario", "ScenarioEvent", "SeededWeights", "TokenEvent", "compact_json",
     "load_scenario", "parse_scenario", "scenario_json_schema",
 ]
@@ -80,10 +79,8 @@ MAX_PAGES = 1_048_576
 MAX_SAMPLES = 64
 POLICY_NAMES = ("fcfs", "priority", "shortest", "prefill-first")
 
-SEED_SHAPE = Integer(0, in_file=2**63 - 1)
 _BIAS = Number(-1e6, 1e6)
 _LOGPROB = Number(-1e300, 0.0)
-_SHA256 = Nullable(Text(64, 64))
 
 
 def _repr(record: Any) -> str:
@@ -324,22 +321,6 @@ class EngineSettings:
 
 
 @dataclass(frozen=True)
-class SeededWeights:
-    """Weights drawn from ``seed`` by ``weights.seeded_weights``; ``sha256`` of their bytes guards against drift."""
-
-    seed: Annotated[int, SEED_SHAPE]
-    sha256: Annotated[str | None, _SHA256] = None
-
-
-@dataclass(frozen=True)
-class SafetensorsWeights:
-    """Weights in a safetensors file; ``path`` is relative to the scenario file."""
-
-    path: Annotated[str, Text(1, 4_096)]
-    sha256: Annotated[str | None, _SHA256] = None
-
-
-@dataclass(frozen=True)
 class ScenarioEvent:
     """Something done to the engine just before step ``step``: for now, cancel a request."""
 
@@ -361,9 +342,6 @@ class Golden:
 
 
 ENGINE_SHAPE = Record.of(EngineSettings)
-WEIGHTS_SHAPE = Tagged("source", {
-    "seeded": Record.of(SeededWeights), "safetensors": Record.of(SafetensorsWeights),
-})
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""M1 · What a model is: the sizes of its decoder, and how its weights are quantized."""
+"""M1 · What a model is: the sizes of its decoder, where its weights come from, and how they are quantized."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from starter.base.rope import ROPE_SCALING_SHAPE, FactorScaling, RopeScaling, rotary_frequencies
-from starter.base.strict_json import Boolean, Integer, ListOf, Nullable, Number, OneOf, Record, check_fields
+from starter.base.strict_json import Boolean, Integer, ListOf, Nullable, Number, OneOf, Record, Tagged, Text, check_fields
 from starter.errors import QuantizationError, SchemaError
 
 MAX_VOCABULARY = 1_000_000
 MAX_CONTEXT = 1_048_576
 TOKEN_SHAPE = Integer(0, in_file=MAX_VOCABULARY - 1)
+SEED_SHAPE = Integer(0, in_file=2**63 - 1)
+_SHA256 = Nullable(Text(64, 64))
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,27 @@ class ModelConfig:
 
 # The fields of later models are written only where they are used: a plain Llama is written as plainly as ever.
 MODEL_SHAPE = Record.of(ModelConfig, sparse=("head_dim", "attention_bias", "qk_norm", "rope_scaling"))
+
+
+@dataclass(frozen=True)
+class SeededWeights:
+    """Weights drawn from ``seed`` by ``weights.seeded_weights``; ``sha256`` of their bytes guards against drift."""
+
+    seed: Annotated[int, SEED_SHAPE]
+    sha256: Annotated[str | None, _SHA256] = None
+
+
+@dataclass(frozen=True)
+class SafetensorsWeights:
+    """Weights in a safetensors file; ``path`` is relative to the scenario file."""
+
+    path: Annotated[str, Text(1, 4_096)]
+    sha256: Annotated[str | None, _SHA256] = None
+
+
+WEIGHTS_SHAPE = Tagged("source", {
+    "seeded": Record.of(SeededWeights), "safetensors": Record.of(SafetensorsWeights),
+})
 
 
 @dataclass(frozen=True)
