@@ -78,7 +78,7 @@ class RequestsTest(unittest.TestCase):
         """A clock that counts seconds since 1970, an id of a framework's own, a priority that is a time."""
         for changes in ({"arrival": 1.7e9}, {"request_id": "x" * 201}, {"priority": -1_700_000_000},
                         {"max_tokens": 2**40}, {"sampling": SamplingParams(seed=2**64 - 1)}):
-            request = replace(Request("r", (1,), 1), **changes)  # type: ignore[arg-type]
+            request = replace(Request("r", (1,), 1), **changes)
             with self.subTest(changes), self.assertRaises(SchemaError):
                 REQUEST_SHAPE.parse(REQUEST_SHAPE.dump(request), "")
 

@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from starter.base.rope import ROPE_SCALING_SHAPE, FactorScaling, RopeScaling, rotary_frequencies
-from starter.base.strict_json import Boolean, Integer, ListOf, Nullable, Number, OneOf, Record, Tagged, Text, check_fields
+from starter.base.strict_json import (
+    Boolean,
+    Integer,
+    ListOf,
+    Nullable,
+    Number,
+    OneOf,
+    Record,
+    Tagged,
+    Text,
+    check_fields,
+)
 from starter.errors import QuantizationError, SchemaError
 
 MAX_VOCABULARY = 1_000_000

@@ -8,8 +8,8 @@
     shape.problem(value)        the same rule for a Python argument: "must be a number from 0 to 1, not 2", or ""
 
 ``Record.of(kind)`` makes the shape of a whole dataclass from its fields; ``check_fields`` applies ``problem`` to every
-field of one that was made in code. Code may go beyond some limits of a file: an argument may be a longer text, and an
-integer without a limit of its own is held below ``in_file`` only in a file.
+field of one that was made in code. Two limits hold in files only: ``longest`` of a text, and ``in_file`` of a number
+that has no limit of its own. So code may use any id, and a clock or a priority in any unit.
 
 ``parse_json`` and ``read_json`` are strict: they refuse duplicate keys, NaN, Infinity, and documents that are too deep
 or too large. Shapes refuse unknown keys, and booleans in place of numbers.
@@ -410,7 +410,7 @@ def _members(pairs: list[tuple[str, object]]) -> dict[str, object]:
     members = dict(pairs)
     if len(members) == len(pairs):
         return members
-    return {key: _Refused("this key stands twice in one object")
+    return {key: _Refused("this key appears twice in one object")
             for key, count in Counter(key for key, _ in pairs).items() if count > 1}
 
 

@@ -33,9 +33,9 @@ class CharacterVocabulary:
     def __post_init__(self) -> None:
         if len(set(self.characters)) != len(self.characters):
             twice = next(c for c in self.characters if self.characters.count(c) > 1)
-            raise SchemaError(f"the character {twice!r} stands twice", "/characters")
+            raise SchemaError(f"the character {twice!r} appears twice", "/characters")
         if len(set(self.specials)) != len(self.specials):
-            raise SchemaError("a special token stands twice", "/specials")
+            raise SchemaError("a special token appears twice", "/specials")
 
 
 TOKENIZER_SHAPE = Record.of(CharacterVocabulary)
@@ -49,8 +49,8 @@ class Tokenizer(Protocol):
     eos_tokens: tuple[int, ...]
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
-        """Text -> tokens. If the model has a beginning-of-sequence token, it comes first, once, where ``bos`` is true or
-        the text begins with its name (such as "<s>", as chat templates do). RequestError for text that cannot be
+        """Text -> tokens. If the model has a beginning-of-sequence token, it comes first, once, where ``bos`` is true
+        or the text begins with its name (such as "<s>", as chat templates do). RequestError for text that cannot be
         written in this vocabulary."""
 
     def stream(self) -> TextStream:
