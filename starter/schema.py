@@ -105,7 +105,7 @@ class SamplingParams:
     seed         of this request's own generator; None derives it from the engine's seed and the request id
     logit_bias   (token, number) pairs added to the logits, kept sorted; a mapping is accepted
     repetition_penalty, presence_penalty, frequency_penalty    see ``sampling.adjust``
-    min_tokens   an end-of-sequence token, stop token or stop string ends nothing before this many tokens
+    min_tokens   no end-of-sequence token, stop token or stop string ends the text before this many tokens
     ignore_eos   end-of-sequence tokens are tokens like any other
     stop         strings that end the text and are not part of it, kept as a tuple
     logprobs     how many of the likeliest tokens each event lists; None lists none
