@@ -120,14 +120,19 @@ class EngineCore:
         self.runner.faults.before_step()
         with self.recorder.holding_back():
             decision = self.scheduler.step(budget)
-            work = [(sample, piece) for chunk in decision.chunks for sample in [self.samples[chunk.request_id]]
-                    if (piece := self._piece(sample, chunk))]
-            batch = Batch.of([piece for _, piece in work], self.kv.page_size)
+            samples: list[Sample] = []
+            pieces: list[Piece] = []
+            for chunk in decision.chunks:
+                sample = self.samples[chunk.request_id]
+                if piece := self._piece(sample, chunk):
+                    samples.append(sample)
+                    pieces.append(piece)
+            batch = Batch.of(pieces, self.kv.page_size)
             computed = len(batch.tokens) if self.settings.use_cache else sum(
-                len(piece.tokens) for _, piece in work if piece.wants_logits)
+                len(piece.tokens) for piece in pieces if piece.wants_logits)
             self.recorder.planned(decision, computed, self.kv)
         self._end_failures()
-        return Work(decision, [sample for sample, _ in work], batch)
+        return Work(decision, samples, batch)
 
     def compute(self, work: Work) -> dict[Sample, Outcome]:
         """The logits of each sample that is due a token. Changes nothing but the numbers in the step's own slots."""
@@ -141,7 +146,8 @@ class EngineCore:
         wants_logits = end == len(sample.tokens)
         if not self.settings.use_cache:
             return Piece(sample.tokens[:], 0, (), wants_logits)
-        handle = self.scheduler.handle(sample.id)
+        handle = sample.handle
+        assert handle is not None  # a chunk is for a running sequence, which has a block table
         if end > len(handle.pages) * self.kv.page_size:
             self.scheduler.fail(sample.id, self._no_room(handle, end))
             return None
@@ -324,11 +330,12 @@ class ModelRunner:
         if not samples:
             return {}
         self.faults.before_forward({sample.id for sample in samples})
-        pieces = batch.pieces()
-        due = [sample for sample, piece in zip(samples, pieces) if piece.wants_logits]
+        due: Sequence[S] = samples
+        if len(batch.logit_rows) < len(samples):  # some prompts are not at their end yet
+            due = [sample for sample, piece in zip(samples, batch.pieces()) if piece.wants_logits]
         rows: Sequence[Sequence[float]]
         if self._store is None:
-            rows = [self._model.forward_uncached(piece.tokens) for piece in pieces if piece.wants_logits]
+            rows = [self._model.forward_uncached(piece.tokens) for piece in batch.pieces() if piece.wants_logits]
         else:
             rows = self._model.forward(batch, self._store)
         return dict(zip(due, self.faults.after_forward([sample.id for sample in due], rows)))

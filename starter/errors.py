@@ -1,8 +1,8 @@
-"""Every error the engine raises on purpose: what was given, what is allowed, what to do.
+"""Every error that the engine raises on purpose. A message says what was given, what is allowed, and what to do.
 
-One family, so that a caller can write ``except EngineError`` and know that anything else is a bug.
-Where Python has a matching built-in error the class inherits from it too: code that has never heard
-of this package still catches a ``SchemaError`` as a ``ValueError``.
+All are of one family: a caller writes ``except EngineError``, and anything else is a bug. Where Python has a matching
+built-in error, the class inherits from it, too: code that does not know this package catches a ``SchemaError`` as a
+``ValueError``.
 
     EngineError
     +-- SchemaError (ValueError)        a file or a setting is malformed; ``.path`` says where
@@ -10,13 +10,13 @@ of this package still catches a ``SchemaError`` as a ``ValueError``.
     |   +-- DuplicateRequestError       its id is taken
     |   +-- CapacityError               it can never fit, however long it waits
     |   +-- QueueFullError              too many requests wait already; try again later
-    +-- UnknownRequestError (KeyError)  nobody knows this id
+    +-- UnknownRequestError (KeyError)  there is no request with this id
     +-- OutOfPagesError                 it does not fit *now*; try again when pages are free
     |   +-- PoolTooSmallError           nor ever: more pages than the pool has (a CapacityError, too)
     +-- StaleHandleError                a handle that was released, or that another manager gave out
     +-- QuantizationError (ValueError)  an unsupported format, or data that contradict their metadata
     +-- BackendError                    a backend is missing or failed
-    |   +-- MissingWingError            a part of the project that was taken off, such as a backend or a file reader
+    |   +-- MissingWingError            an optional part of the project, such as a file reader, is not in this copy
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SchemaError(EngineError, ValueError):
     """Malformed data. ``path`` is a JSON pointer (RFC 6901) to the offending value; "" is the whole document."""
 
     def __init__(self, message: str, path: str = "") -> None:
-        super().__init__(message, path)  # as they are: what is unpickled is made anew from them
+        super().__init__(message, path)  # both, because unpickling calls __init__ with these arguments
         self.problem, self.path = message, path
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class CapacityError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """As many requests wait as the settings allow (``max_waiting``). Nothing is wrong with this one."""
+    """As many requests wait as the settings allow (``max_waiting``). The request itself is valid."""
 
 
 class UnknownRequestError(EngineError, KeyError):
@@ -61,7 +61,7 @@ class UnknownRequestError(EngineError, KeyError):
 
 
 class OutOfPagesError(EngineError):
-    """Not enough free pages at the moment. Whoever raises it has left every table and counter unchanged."""
+    """Not enough free pages at the moment. Every table and counter is as it was before the call."""
 
 
 class PoolTooSmallError(CapacityError, OutOfPagesError):
@@ -69,7 +69,7 @@ class PoolTooSmallError(CapacityError, OutOfPagesError):
 
 
 class StaleHandleError(EngineError):
-    """A KV handle after its release, or one that this manager never gave out."""
+    """A KV handle that was released, or that this manager did not give out."""
 
 
 class QuantizationError(EngineError, ValueError):
@@ -81,4 +81,4 @@ class BackendError(EngineError):
 
 
 class MissingWingError(BackendError):
-    """What was asked for is in a package that this copy of the project does not have."""
+    """The function is in an optional package that this copy of the project does not have."""

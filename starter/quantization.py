@@ -48,7 +48,7 @@ from numbers import Real
 from operator import mul
 from typing import Any, NamedTuple, Union
 
-from .base.strict_json import Boolean, Choice, Integer, ListOf, Nullable, Number, Shape, Text, describe
+from .base.strict_json import Boolean, Integer, ListOf, Nullable, Number, OneOf, Shape, Text, describe
 from .base.wings import picture, wing
 from .errors import QuantizationError, SchemaError
 from .schema import QuantizationConfig
@@ -184,7 +184,7 @@ _DOCUMENT: dict[str, Shape] = {  # what to_dict writes and from_dict accepts
     "bits": Integer(4, 8),
     "group_size": Nullable(Integer(1, 2**63 - 1)),
     "symmetric": Boolean(),
-    "scale_format": Choice(("f", "d")),
+    "scale_format": OneOf(("f", "d")),
     "scales": ListOf(Number(0.0, _LARGEST), 1, _LONG),
     "zero_points": ListOf(Integer(-(2**63), 2**63 - 1), 0, _LONG),
     "packed": Text(1, 2 * _LONG),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import unittest
+from dataclasses import replace
 from typing import Any
 
 from starter.base.model_config import ModelConfig
-from starter.errors import CapacityError, RequestError
-from starter.schema import Request, SamplingParams, TokenEvent
+from starter.errors import CapacityError, RequestError, SchemaError
+from starter.schema import MAX_SAMPLES, REQUEST_SHAPE, Request, SamplingParams, TokenEvent
 
 MODEL = ModelConfig(vocab_size=5, width=8, layers=1, heads=4, kv_heads=2, ffn_width=6, max_context=9)
 
@@ -59,6 +61,26 @@ class RequestsTest(unittest.TestCase):
             for value in values:
                 with self.subTest(name=name, value=value), self.assertRaises(RequestError):
                     SamplingParams(**{name: value})
+        SamplingParams(n=MAX_SAMPLES)
+        for call, sentence in (
+                (lambda: SamplingParams(temperature=-1), "temperature must be a number from 0 to 1e+06, not -1"),
+                (lambda: SamplingParams(top_k=-1), "top_k must be an integer from 0, not -1"),
+                (lambda: SamplingParams(n=65), "n must be an integer from 1 to 64, not 65"),
+                (lambda: SamplingParams(logit_bias={-1: 0}), "a logit_bias token must be an integer from 0, not -1"),
+                (lambda: Request("r", [1, True], 1), "a prompt token must be an integer from 0, not True"),
+                (lambda: Request("r", [1], -1), "max_tokens must be an integer from 0, not -1"),
+                (lambda: Request("r", [1], 1, priority=0.5), "priority must be an integer, not 0.5"),  # type: ignore
+                (lambda: Request("r", [1], 1, stop_tokens=3), "stop_tokens must be a sequence of token")):  # type: ignore
+            with self.subTest(sentence), self.assertRaisesRegex(RequestError, re.escape(sentence)):
+                call()
+
+    def test_code_may_go_beyond_the_limits_of_a_file(self) -> None:
+        """A clock that counts seconds since 1970, an id of a framework's own, a priority that is a time."""
+        for changes in ({"arrival": 1.7e9}, {"request_id": "x" * 201}, {"priority": -1_700_000_000},
+                        {"max_tokens": 2**40}, {"sampling": SamplingParams(seed=2**64 - 1)}):
+            request = replace(Request("r", (1,), 1), **changes)
+            with self.subTest(changes), self.assertRaises(SchemaError):
+                REQUEST_SHAPE.parse(REQUEST_SHAPE.dump(request), "")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from dataclasses import replace
 from math import cos, sin
 
 from starter import reference
-from starter import schema as requests
 from starter.backends.lanes.backend import LanesBackend
+from starter.base.strict_json import Integer
 from starter.core import EngineCore
 from starter.engine import InferenceEngine
 from starter.errors import SchemaError, UnknownRequestError
@@ -85,8 +85,8 @@ def no_tokens_means_one(patch):
 @mistake(None, "M1Reference.test_bad_requests_change_nothing", says="boolean")
 def true_taken_for_1(patch):
     """True is an int in Python, and passes for a token."""
-    right = requests._require_integer
-    patch(requests, "_require_integer", lambda name, value, low: right(name, 1 if value is True else value, low))
+    right = Integer.problem
+    patch(Integer, "problem", lambda self, value: right(self, 1 if value is True else value))
 
 
 @mistake(None, "M1Reference.test_duplicate_ids", says="DuplicateRequestError")

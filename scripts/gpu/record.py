@@ -15,12 +15,12 @@ from typing import Any
 
 from starter.base.strict_json import (
     Boolean,
-    Choice,
     Integer,
     ListOf,
     MapOf,
     Nullable,
     Number,
+    OneOf,
     Shape,
     Text,
     describe,
@@ -32,7 +32,7 @@ KINDS = {"target": "RTX 4060 Ti under Windows", "gpu": "not the target card", "c
 NAME = "gpu-record"
 
 
-class Fields:
+class Fields(Shape):
     """An object with exactly these fields."""
 
     def __init__(self, **fields: Shape) -> None:
@@ -59,7 +59,7 @@ COUNT, AMOUNT, WORDS, YES = Integer(0, 2**62), Number(0.0, 1e30), Text(1), Boole
 MAYBE, MAYBE_COUNT, MAYBE_AMOUNT = Nullable(WORDS), Nullable(COUNT), Nullable(AMOUNT)
 TIME = {"repeats": COUNT, "median_s": AMOUNT, "lowest_s": AMOUNT, "highest_s": AMOUNT, "spread": AMOUNT}
 SHAPE = Fields(
-    version=Integer(1, 1), kind=Choice(tuple(KINDS.values())), began=WORDS, seconds=AMOUNT,
+    version=Integer(1, 1), kind=OneOf(tuple(KINDS.values())), began=WORDS, seconds=AMOUNT,
     code=Fields(commit=MAYBE, kernels_sha256=Text(64, 64), engine_sha256=Text(64, 64)),
     machine=Fields(system=WORDS, system_version=WORDS, windows_build=MAYBE_COUNT, processor=Text(), python=WORDS,
                    numpy=MAYBE, warp=MAYBE, cuda_driver=MAYBE, cuda_toolkit=MAYBE, driver=MAYBE),
@@ -80,7 +80,7 @@ SHAPE = Fields(
     out_of_memory=Fields(
         in_the_runs=YES, injected=Nullable(Fields(ended=MAYBE, error=MAYBE, other_request_same=YES, served_after=YES)),
         real=Nullable(Fields(asked_bytes=COUNT, given=YES, error=MAYBE, served_after=YES))),
-    speed=ListOf(Fields(model=WORDS, backend=WORDS, form=WORDS, phase=Choice(("prefill", "decode")), batch=COUNT,
+    speed=ListOf(Fields(model=WORDS, backend=WORDS, form=WORDS, phase=OneOf(("prefill", "decode")), batch=COUNT,
                         tokens=COUNT, **TIME, tokens_per_s=AMOUNT, bytes_per_s=MAYBE_AMOUNT)),
     errors=ListOf(Fields(part=WORDS, error=WORDS)))
 

@@ -1,15 +1,30 @@
-"""M1 · What a model is: the sizes of its decoder, and how its weights are quantized."""
+"""M1 · What a model is: the sizes of its decoder, where its weights come from, and how they are quantized."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from starter.base.rope import ROPE_SCALING_SHAPE, FactorScaling, RopeScaling, rotary_frequencies
-from starter.base.strict_json import Boolean, Choice, Integer, ListOf, Nullable, Number, Record
+from starter.base.strict_json import (
+    Boolean,
+    Integer,
+    ListOf,
+    Nullable,
+    Number,
+    OneOf,
+    Record,
+    Tagged,
+    Text,
+    check_fields,
+)
 from starter.errors import QuantizationError, SchemaError
 
 MAX_VOCABULARY = 1_000_000
 MAX_CONTEXT = 1_048_576
+TOKEN_SHAPE = Integer(0, in_file=MAX_VOCABULARY - 1)
+SEED_SHAPE = Integer(0, in_file=2**63 - 1)
+_SHA256 = Nullable(Text(64, 64))
 
 
 @dataclass(frozen=True)
@@ -25,22 +40,22 @@ class ModelConfig:
     embedding for longer texts (``rope_scaling``: ``base/rope.py``).
     """
 
-    vocab_size: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn_width: int
-    max_context: int
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    tied_output: bool = True
-    bos_token: int | None = None
-    eos_tokens: tuple[int, ...] = ()
-    head_dim: int | None = None
-    attention_bias: bool = False
-    qk_norm: bool = False
-    rope_scaling: RopeScaling | None = None
+    vocab_size: Annotated[int, Integer(1, MAX_VOCABULARY)]
+    width: Annotated[int, Integer(2, 65_536)]
+    layers: Annotated[int, Integer(1, 1_024)]
+    heads: Annotated[int, Integer(1, 1_024)]
+    kv_heads: Annotated[int, Integer(1, 1_024)]
+    ffn_width: Annotated[int, Integer(1, 262_144)]
+    max_context: Annotated[int, Integer(1, MAX_CONTEXT)]
+    rope_theta: Annotated[float, Number(1.0, 1e12)] = 10_000.0
+    norm_eps: Annotated[float, Number(1e-12, 1.0)] = 1e-5
+    tied_output: Annotated[bool, Boolean()] = True
+    bos_token: Annotated[int | None, Nullable(TOKEN_SHAPE)] = None
+    eos_tokens: Annotated[tuple[int, ...], ListOf(TOKEN_SHAPE, longest=64)] = ()
+    head_dim: Annotated[int | None, Nullable(Integer(2, 65_536))] = None
+    attention_bias: Annotated[bool, Boolean()] = False
+    qk_norm: Annotated[bool, Boolean()] = False
+    rope_scaling: Annotated[RopeScaling | None, Nullable(ROPE_SCALING_SHAPE)] = None
 
     def __post_init__(self) -> None:
         if self.head_dim is None and self.width % self.heads:
@@ -79,53 +94,46 @@ class ModelConfig:
         return rotary_frequencies(self.head_width, self.rope_theta, self.rope_scaling)
 
 
+# The fields of later models are written only where they are used: a plain Llama is written as plainly as ever.
+MODEL_SHAPE = Record.of(ModelConfig, sparse=("head_dim", "attention_bias", "qk_norm", "rope_scaling"))
+
+
+@dataclass(frozen=True)
+class SeededWeights:
+    """Weights drawn from ``seed`` by ``weights.seeded_weights``; ``sha256`` of their bytes guards against drift."""
+
+    seed: Annotated[int, SEED_SHAPE]
+    sha256: Annotated[str | None, _SHA256] = None
+
+
+@dataclass(frozen=True)
+class SafetensorsWeights:
+    """Weights in a safetensors file; ``path`` is relative to the scenario file."""
+
+    path: Annotated[str, Text(1, 4_096)]
+    sha256: Annotated[str | None, _SHA256] = None
+
+
+WEIGHTS_SHAPE = Tagged("source", {
+    "seeded": Record.of(SeededWeights), "safetensors": Record.of(SafetensorsWeights),
+})
+
+
 @dataclass(frozen=True)
 class QuantizationConfig:
     """How to quantize a matrix: ``bits`` 8 or 4, one scale for every ``group_size`` numbers of a row
     (a shorter last group is fine; None: one scale a row), symmetric around zero or with a zero point; ``method``
     "nearest" spans each group's whole range, "search" looks for the least squared error (``quantization.py``)."""
 
-    bits: int = 8
-    group_size: int | None = 32
-    symmetric: bool = True
-    method: str = "nearest"
+    bits: Annotated[int, Integer(4, 8)] = 8
+    group_size: Annotated[int | None, Nullable(Integer(1, in_file=1_048_576))] = 32
+    symmetric: Annotated[bool, Boolean()] = True
+    method: Annotated[str, OneOf(("nearest", "search"))] = "nearest"
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or self.bits not in (8, 4):
             raise QuantizationError(f"bits must be 8 or 4, not {self.bits!r}")
-        size = self.group_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise QuantizationError(f"group_size must be an integer from 1, or None for a whole row, not {size!r}")
-        if not isinstance(self.symmetric, bool):
-            raise QuantizationError(f"symmetric must be True or False, not {self.symmetric!r}")
-        if self.method not in ("nearest", "search"):
-            raise QuantizationError(f"method must be 'nearest' or 'search', not {self.method!r}")
+        check_fields(self, QuantizationError)
 
 
-TOKEN_SHAPE = Integer(0, MAX_VOCABULARY - 1)
-
-MODEL_SHAPE = Record(ModelConfig, {
-    "vocab_size": Integer(1, MAX_VOCABULARY),
-    "width": Integer(2, 65_536),
-    "layers": Integer(1, 1_024),
-    "heads": Integer(1, 1_024),
-    "kv_heads": Integer(1, 1_024),
-    "ffn_width": Integer(1, 262_144),
-    "max_context": Integer(1, MAX_CONTEXT),
-    "rope_theta": Number(1.0, 1e12),
-    "norm_eps": Number(1e-12, 1.0),
-    "tied_output": Boolean(),
-    "bos_token": Nullable(TOKEN_SHAPE),
-    "eos_tokens": ListOf(TOKEN_SHAPE, longest=64),
-    "head_dim": Nullable(Integer(2, 65_536)),
-    "attention_bias": Boolean(),
-    "qk_norm": Boolean(),
-    "rope_scaling": Nullable(ROPE_SCALING_SHAPE),
-}, sparse=("head_dim", "attention_bias", "qk_norm", "rope_scaling"))  # a plain Llama is written as plainly as ever
-
-QUANTIZATION_SHAPE = Record(QuantizationConfig, {
-    "bits": Integer(4, 8),
-    "group_size": Nullable(Integer(1, 1_048_576)),
-    "symmetric": Boolean(),
-    "method": Choice(("nearest", "search")),
-})
+QUANTIZATION_SHAPE = Record.of(QuantizationConfig)

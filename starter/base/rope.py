@@ -14,17 +14,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import pi
-from typing import Union
+from typing import Annotated, Union
 
 from starter.base.strict_json import ListOf, Number, Record, Tagged
 from starter.errors import SchemaError
+
+_FACTOR = Number(1e-6, 1e6)
 
 
 @dataclass(frozen=True)
 class LinearScaling:
     """All frequencies divided by ``factor``."""
 
-    factor: float
+    factor: Annotated[float, _FACTOR]
 
     def scale(self, frequencies: list[float]) -> list[float]:
         """The frequencies of a head's pairs, slowed down."""
@@ -36,10 +38,10 @@ class Llama3Scaling:
     """A pair that turns at least ``high_freq_factor`` times within ``original_context`` positions keeps its frequency;
     one that turns at most ``low_freq_factor`` times has it divided by ``factor``."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: float
+    factor: Annotated[float, _FACTOR]
+    low_freq_factor: Annotated[float, _FACTOR]
+    high_freq_factor: Annotated[float, _FACTOR]
+    original_context: Annotated[float, Number(1.0, 1e9)]
 
     def __post_init__(self) -> None:
         if self.low_freq_factor >= self.high_freq_factor:
@@ -61,7 +63,7 @@ class Llama3Scaling:
 class FactorScaling:
     """The frequency of each pair divided by its own factor."""
 
-    factors: tuple[float, ...]
+    factors: Annotated[tuple[float, ...], ListOf(_FACTOR, 1, 65_536)]
 
     def scale(self, frequencies: list[float]) -> list[float]:
         """The frequencies of a head's pairs, each slowed down by its factor."""
@@ -70,13 +72,8 @@ class FactorScaling:
 
 RopeScaling = Union[LinearScaling, Llama3Scaling, FactorScaling]
 
-_FACTOR = Number(1e-6, 1e6)
-
 ROPE_SCALING_SHAPE = Tagged("kind", {
-    "linear": Record(LinearScaling, {"factor": _FACTOR}),
-    "llama3": Record(Llama3Scaling, {"factor": _FACTOR, "low_freq_factor": _FACTOR, "high_freq_factor": _FACTOR,
-                                     "original_context": Number(1.0, 1e9)}),
-    "factors": Record(FactorScaling, {"factors": ListOf(_FACTOR, 1, 65_536)}),
+    "linear": Record.of(LinearScaling), "llama3": Record.of(Llama3Scaling), "factors": Record.of(FactorScaling),
 })
 
 

@@ -4,11 +4,11 @@
 
 Two tokenizers satisfy the ``Tokenizer`` protocol:
 
-    CharacterTokenizer   one token a character: the fixtures'
-    Llama2cTokenizer     byte-pair encoding over a vocabulary with scores, as llama2.c reads it from a file
+    CharacterTokenizer   one token for each character, as in the fixtures
+    Llama2cTokenizer     byte-pair encoding over a vocabulary with scores, in the format of llama2.c
 
 A token is not always text: "世" may be three tokens of one byte each. ``TextStream`` therefore holds bytes back until
-a character is complete, so that what a reader has seen is never taken back, repeated, or shown as garbage.
+a character is complete, so that text, once shown, is never taken back, repeated or garbled.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from __future__ import annotations
 from codecs import utf_8_decode
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
+from starter.base.model_config import MAX_VOCABULARY
+from starter.base.strict_json import ListOf, Record, Text
 from starter.errors import RequestError, SchemaError
 
 
@@ -25,34 +27,38 @@ from starter.errors import RequestError, SchemaError
 class CharacterVocabulary:
     """``specials`` take the ids 0, 1, ...; the characters follow in order, one id each."""
 
-    characters: str
-    specials: tuple[str, ...] = ()
+    characters: Annotated[str, Text(1, MAX_VOCABULARY)]
+    specials: Annotated[tuple[str, ...], ListOf(Text(1, 100), longest=1_000)] = ()
 
     def __post_init__(self) -> None:
         if len(set(self.characters)) != len(self.characters):
             twice = next(c for c in self.characters if self.characters.count(c) > 1)
-            raise SchemaError(f"the character {twice!r} stands twice", "/characters")
+            raise SchemaError(f"the character {twice!r} appears twice", "/characters")
         if len(set(self.specials)) != len(self.specials):
-            raise SchemaError("a special token stands twice", "/specials")
+            raise SchemaError("a special token appears twice", "/specials")
+
+
+TOKENIZER_SHAPE = Record.of(CharacterVocabulary)
 
 
 class Tokenizer(Protocol):
-    """What the engine and its users may ask of any tokenizer. Subclasses inherit ``decode``."""
+    """What every tokenizer can do. Subclasses inherit ``decode``."""
 
     vocab_size: int
     bos_token: int | None
     eos_tokens: tuple[int, ...]
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
-        """Text -> tokens. They begin with the beginning-of-sequence token where the model has one and ``bos`` or the
-        text (by starting with its name, such as "<s>", as chat templates do) asks for it; asked twice, it stands once.
-        RequestError for text that cannot be written in this vocabulary."""
+        """Text -> tokens. If the model has a beginning-of-sequence token, it comes first, once, where ``bos`` is true
+        or the text begins with its name (such as "<s>", as chat templates do). RequestError for text that cannot be
+        written in this vocabulary."""
 
     def stream(self) -> TextStream:
-        """Tokens -> text, one by one as they come."""
+        """A decoder of one text, token by token."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Tokens -> text; beginning and end of sequence are silent. RequestError for a token out of the vocabulary."""
+        """Tokens -> text; the tokens of beginning and end of sequence add none. RequestError for a token outside the
+        vocabulary."""
         stream = self.stream()
         return "".join(map(stream.push, tokens)) + stream.finish()
 
@@ -75,7 +81,7 @@ class TextStream:
         self._begun = b""  # of a character that is not complete
 
     def push(self, token: int) -> str:
-        """The text that is certain with this token: no part of a character, perhaps nothing."""
+        """The text that this token completes, perhaps none; never a part of a character."""
         pieces = self._opening if self._previous in self._before_text else self._shown
         if not 0 <= token < len(pieces):
             raise RequestError(f"token {token} is outside the vocabulary; allowed: 0 to {len(pieces) - 1}")
@@ -97,7 +103,7 @@ class TextStream:
 
 
 def text_or_bytes(piece: bytes) -> str | bytes:
-    """A text, if these bytes are whole characters."""
+    """Text if these bytes are whole characters, else the bytes."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -105,7 +111,7 @@ def text_or_bytes(piece: bytes) -> str | bytes:
 
 
 def text_start(text: str, bos_name: str) -> int:
-    """Where the text proper begins, behind the name of the beginning of the sequence if it opens with that."""
+    """Index of the first character after any names of the beginning-of-sequence token that the text opens with."""
     if not isinstance(text, str):
         raise RequestError(f"a text is wanted, not a {type(text).__name__}")
     try:

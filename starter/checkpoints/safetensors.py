@@ -27,7 +27,7 @@ from math import inf, prod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from starter.base.strict_json import Choice, Integer, ListOf, MapOf, Record, Text, parse_json, pointer
+from starter.base.strict_json import Integer, ListOf, MapOf, OneOf, Record, Text, parse_json, pointer
 from starter.base.weights import Tensor, Weights, check_finite, float32_array, float32_bytes
 from starter.checkpoints.files import float16_array, open_checkpoint, replace_file
 from starter.errors import SchemaError
@@ -89,7 +89,7 @@ class _Entry:
 _NAME = Text(longest=1_000)
 _METADATA = MapOf(Text())
 _ENTRY = Record(_Entry, {
-    "dtype": Choice(tuple(_SIZES)),
+    "dtype": OneOf(tuple(_SIZES)),
     "shape": ListOf(Integer(), longest=8),
     "data_offsets": ListOf(Integer(high=2**62), 2, 2),
 })
@@ -171,7 +171,7 @@ def write_safetensors(path: str | Path, weights: Weights, dtype: str = "F32",
 
     SchemaError, and no file, for a number that is not finite or beyond the dtype's range.
     """
-    form = _DTYPES[Choice(tuple(_DTYPES)).parse(dtype, "/dtype")]
+    form = _DTYPES[OneOf(tuple(_DTYPES)).parse(dtype, "/dtype")]
     if "__metadata__" in weights:
         raise SchemaError("no tensor can have the name __metadata__; the format keeps it for notes", "/__metadata__")
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}

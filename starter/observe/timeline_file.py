@@ -7,12 +7,12 @@ from pathlib import Path
 
 from starter.base.fault_kinds import FAULT_SHAPE
 from starter.base.strict_json import (
-    Choice,
     Integer,
     ListOf,
     MapOf,
     Nullable,
     Number,
+    OneOf,
     Text,
     describe,
     parse_json,
@@ -79,7 +79,7 @@ def _chunks(value: object, path: str) -> None:
     for i, chunk in enumerate(_list(value, path)):
         if len(parts := _list(chunk, f"{path}/{i}")) != 4:
             raise SchemaError("a chunk is [request, start, count, phase]", f"{path}/{i}")
-        for part, rule in zip(parts, (_ID, _COUNT, _COUNT, Choice(("prefill", "decode")).parse)):
+        for part, rule in zip(parts, (_ID, _COUNT, _COUNT, OneOf(("prefill", "decode")).parse)):
             rule(part, f"{path}/{i}")
 
 
@@ -138,8 +138,8 @@ _KEYS: Mapping[str, Mapping[str, _Rule]] = {  # what a reader may rely on, by ki
              "waiting": _IDS, "running": _IDS, "reasons": _sentences, "found": MapOf(Integer(0, 2**53)).parse,
              "used_pages": _COUNT, "empty_slots": _COUNT},
     "abandon": {},
-    "pages": {"change": Choice(CHANGES).parse, "request": _text, "pages": _COUNTS, "used_pages": _COUNT},
+    "pages": {"change": OneOf(CHANGES).parse, "request": _text, "pages": _COUNTS, "used_pages": _COUNT},
     "fork": {"request": _ID, "parent": _ID},
     "token": {"request": _ID, "index": _COUNT, "token": _COUNT, "text": _text},
-    "finish": {"request": _ID, "reason": Choice(FINISH_REASONS).parse, "tokens": _COUNT, "error?": _text},
+    "finish": {"request": _ID, "reason": OneOf(FINISH_REASONS).parse, "tokens": _COUNT, "error?": _text},
 }

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from starter.base.console import EXIT_OK, Console, guarded, run_program
-from starter.base.strict_json import Choice, Integer, ListOf, Nullable, Number, Shape
+from starter.base.strict_json import Integer, ListOf, Nullable, Number, OneOf, Shape
 from starter.errors import SchemaError
 from starter.schema import (
     MAX_CONTEXT,
@@ -112,7 +112,7 @@ class Workload:
 
 
 def _named(value: object, names: tuple[str, ...], numbers: Shape) -> Shape:
-    return Choice(names) if isinstance(value, str) else numbers
+    return OneOf(names) if isinstance(value, str) else numbers
 
 
 class _Draw:

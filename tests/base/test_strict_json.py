@@ -7,22 +7,24 @@ import math
 import tempfile
 import unittest
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
 from starter.base.strict_json import (
     MAX_DEPTH,
     MAX_DOCUMENT_BYTES,
     MAX_INTEGER_DIGITS,
     Boolean,
-    Choice,
     Integer,
     ListOf,
     MapOf,
     Nullable,
     Number,
+    OneOf,
     Record,
     Shape,
     Tagged,
     Text,
+    check_fields,
     describe,
     parse_json,
     pointer,
@@ -56,7 +58,7 @@ NAMED = Record(Named, {"name": Text(1, 5), "tags": ListOf(Text(), longest=2)})
 EITHER = Tagged("kind", {"pair": PAIR, "named": NAMED})
 EXAMPLES: tuple[tuple[Shape, object, object], ...] = (  # shape, JSON, Python
     (Integer(-3, 3), -3, -3), (Number(0.0, 2.0), 1, 1.0), (Number(0.0, 2.0), 0.5, 0.5), (Boolean(), False, False),
-    (Text(), "a\u00e9\u4e16\U0001f600\n", "a\u00e9\u4e16\U0001f600\n"), (Choice(("x", "y")), "y", "y"),
+    (Text(), "a\u00e9\u4e16\U0001f600\n", "a\u00e9\u4e16\U0001f600\n"), (OneOf(("x", "y")), "y", "y"),
     (Nullable(Integer()), None, None), (Nullable(Integer()), 4, 4), (ListOf(Integer()), [1, 2], (1, 2)),
     (MapOf(Integer()), {"a/b": 1, "": 2}, {"a/b": 1, "": 2}), (PAIR, {"left": 1, "right": 2}, Pair(1, 2)),
     (NAMED, {"name": "n", "tags": ["t"]}, Named("n", ("t",))),
@@ -87,7 +89,7 @@ class ShapeTest(Case):
     def test_each_scalar_accepts_its_own_type_only(self) -> None:
         accepted: dict[Shape, list[object]] = {
             Integer(): [0, 7], Number(0.0, 9.0): [0, 7, 3.0, 2.5], Boolean(): [True, False], Text(): ["5", ""],
-            Choice(("5",)): ["5"], Nullable(Boolean()): [None, True, False], ListOf(Integer()): [[], [1]],
+            OneOf(("5",)): ["5"], Nullable(Boolean()): [None, True, False], ListOf(Integer()): [[], [1]],
             MapOf(Integer()): [{}, {"a": 1}],
         }
         for shape, values in accepted.items():
@@ -156,7 +158,7 @@ class ShapeTest(Case):
                          {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2})
         self.assertEqual(MapOf(Number(0.0, 1.0)).json_schema(), {
             "type": "object", "additionalProperties": {"type": "number", "minimum": 0.0, "maximum": 1.0}})
-        self.assertEqual(Choice(("x", "y")).json_schema(), {"enum": ["x", "y"]})
+        self.assertEqual(OneOf(("x", "y")).json_schema(), {"enum": ["x", "y"]})
 
     def test_values_are_described_in_few_words(self) -> None:
         for value, wanted in ((None, "null"), (True, "a boolean true"), ("x", 'a string "x"'), ([1], "a list"),
@@ -168,6 +170,72 @@ class ShapeTest(Case):
     def test_pointers_are_escaped(self) -> None:  # RFC 6901, section 5
         self.assertEqual([pointer("", key) for key in ("foo", "", "a/b", "m~n", "~1", 0)],
                          ["/foo", "/", "/a~1b", "/m~0n", "/~01", "/0"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """A record whose fields declare their shapes; ``note`` declares none and stays out of the JSON."""
+
+    count: Annotated[int, Integer(1, in_file=9)]
+    share: Annotated[float, Number(0.0, 1e6)] = 0.0
+    rank: Annotated[int, Integer(None, in_file=5)] = 0
+    most: Annotated[int, Integer(1, 64)] = 1
+    late: Annotated[float, Number(0.0, None, in_file=8.0)] = 0.0
+    name: Annotated[str | None, Nullable(Text(1, 3))] = None
+    gift: Annotated[bool, Boolean()] = False
+    way: Annotated[str, OneOf(("sea", "land"))] = "sea"
+    tags: Annotated[tuple[str, ...], ListOf(Text())] = ()
+    pair: Annotated[Pair, PAIR] = Pair(0)
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self, QuantizationError)
+
+
+class Point(NamedTuple):
+    x: Annotated[int, Integer()]
+    y: Annotated[int, Integer()] = 0
+
+
+class DeclaredShapesTest(Case):
+    def test_a_record_has_the_shapes_that_its_fields_declare(self) -> None:
+        shape = Record.of(Order)
+        self.assertEqual(list(shape.fields), [field.name for field in dataclasses.fields(Order)][:-1])
+        self.assertEqual((shape.fields["most"], shape.fields["pair"]), (Integer(1, 64), PAIR))
+        document = {"count": 9, "share": 0.5, "rank": -5, "most": 64, "late": 8, "name": "abc", "gift": True,
+                    "way": "land", "tags": ["t"], "pair": {"left": 1, "right": 2}}
+        order = Order(9, 0.5, -5, 64, 8.0, "abc", True, "land", ("t",), Pair(1, 2))
+        self.assertEqual(shape.parse(document, ""), order)
+        self.assertEqual(shape.dump(order), document)
+        self.assertEqual(Record.of(Order, sparse=True).dump(Order(3)), {"count": 3})
+        self.assertEqual(Record.of(Point).parse({"x": 1}, ""), Point(1))
+        self.assertEqual(Record.of(Point).json_schema()["required"], ["x"])
+
+    def test_arguments_break_the_same_rule_in_one_sentence(self) -> None:
+        wrong: tuple[tuple[str, object, str], ...] = (
+            ("count", 0, "must be an integer from 1, not 0"), ("count", True, "must be an integer from 1, not True"),
+            ("share", -1, "must be a number from 0 to 1e+06, not -1"), ("share", math.nan, "1e+06, not nan"),
+            ("rank", 0.5, "must be an integer, not 0.5"), ("most", 65, "must be an integer from 1 to 64, not 65"),
+            ("late", "0", "must be a number from 0, not '0'"),
+            ("name", "", "must be a string that is not empty, not ''"),
+            ("name", "a\ud800", "holds half of a surrogate pair, which is no character"),
+            ("gift", 1, "must be True or False, not 1"), ("way", "air", "must be 'sea' or 'land', not 'air'"),
+            ("way", ["sea"], "must be 'sea' or 'land', not"), ("pair", {"left": 0}, "must be a Pair, not {'left': 0}"))
+        for name, value, words in wrong:
+            with self.subTest(name=name, value=value), self.assertRaises(QuantizationError) as caught:
+                Order(**{"count": 1, name: value})  # type: ignore[arg-type]
+            self.assertTrue(str(caught.exception).startswith(name + " "), caught.exception)
+            self.assertIn(words, str(caught.exception))
+
+    def test_code_may_go_beyond_the_limits_of_a_file(self) -> None:
+        shape = Record.of(Order)
+        for name, value in (("count", 10), ("rank", -6), ("rank", 6), ("late", 8.5), ("late", math.inf),
+                            ("name", "abcd")):
+            with self.subTest(name=name, value=value):
+                Order(**{"count": 1, name: value})  # type: ignore[arg-type]
+                self.refused(shape, {"count": 1, name: value}, f"/here/{name}", "must ")
+        self.assertEqual(shape.fields["rank"].json_schema(), {"type": "integer", "minimum": -5, "maximum": 5})
+        self.assertEqual(shape.fields["late"].json_schema(), {"type": "number", "minimum": 0.0, "maximum": 8.0})
 
 
 class ParseJsonTest(unittest.TestCase):
