@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Union
+from typing import Annotated, Any, NamedTuple
 
 from .base.console import EXIT_OK, Console, guarded, run_program
 from .base.fault_kinds import FAULT_SHAPE, ID_SHAPE, Fault
@@ -256,10 +256,6 @@ class TokenEvent(NamedTuple):
 
 
 TOKEN_EVENT_SHAPE = Record.of(TokenEvent)
-TokenFields = tuple[str, int, Union[int, None], str, int, float, Union[float, None], Union[str, None], Union[str, None],
-                    int, tuple[tuple[int, float], ...]]
-"""The fields of a TokenEvent without its type. The engine keeps a token like this until it is read: a plain tuple is
-made faster, and Python's garbage collector stops tracking a tuple of numbers and texts after one look."""
 
 
 def sample_id(request_id: str, number: int) -> str:

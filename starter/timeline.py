@@ -1,39 +1,39 @@
 """M6 · Everything that happens, in order, as events: the one record that metrics, replays, proofs and pictures read.
 
 An event is a flat dictionary. Every event has "event" (its kind), "step" (steps completed before it) and "time" (the
-engine's clock, seconds). What begins with ``>`` comes from outside, and a replay does it again; all else must follow:
+engine's clock, seconds). Kinds marked ``>`` come from outside, and a replay repeats them; everything else must follow:
 
       header   version, engine (its version), backend, settings, model, weights_sha256, quantization, page_bytes,
                num_pages, weight_bytes, step_seconds (of a virtual clock; null on a real one); of a scenario its name
-               (scenario), weights and tokenizer, all as they stand there, so that together with the events below the
-               file holds the whole scenario; or checkpoint, the name of its file
+               (scenario), weights and tokenizer, copied from it, so that together with the events below the file holds
+               the whole scenario; or checkpoint, the name of its file
     > submit   request, prompt_tokens, max_tokens, and, where they are not the default, priority, sampling, stop_tokens,
                cache_salt. Its time is its arrival
     > refuse   request, error: a submit that was refused and changed nothing
     > cancel   request
     > inject   faults, as in a scenario: from now on they may happen (see ``workloads/faults.py``)
-    > lift     the memory cuts that last are ended before their time
+    > lift     memory cuts that still last are ended early
       fault    kind, fault (its fields): one of them happened
       step     the schedule: budget, computed (positions that go through the decoder), chunks [[request, start, count,
-               phase]], admitted (the first time or, after a preemption, resumed), preempted, waiting, running, reasons
-               {request: sentence}, found {request: prompt tokens in shared pages}, used_pages, empty_slots
+               phase]], admitted (for the first time, or resumed after a preemption), preempted, waiting, running,
+               reasons {request: sentence}, found {request: prompt tokens in shared pages}, used_pages, empty_slots
       abandon  the step just planned was interrupted: what it was to compute does not count, what planning it changed
                stays, and the next step has its number
       pages    change, request (whose block table it is), pages, used_pages (in some table, after this change):
                    allocate   fresh pages at the end of the table
-                   share      pages that hold the beginning already, for a new table: of a sample, or found
-                   copy       [page, its copy], which takes its place: it is shared and about to be written
+                   share      pages that already hold the beginning, for a new table (of a sample, or of a found prefix)
+                   copy       [page, its copy]: the page is shared and about to be written, so its copy takes its place
                    publish    full pages of the table whose content can be found from now on
-                   evict      published pages without a table that lose their content; the request needs pages
-                   release    the whole table; pages that nobody else has are free, or cached if published
+                   evict      published pages without a table that lose their content because the request needs pages
+                   release    the whole table; pages without another user are free, or cached if published
                    swap_out, swap_in   the table that is given up, its tokens kept in host pages; and the new one
-      fork     request, parent: another sample of one prompt starts where the parent stands
+      fork     request, parent: another sample of one prompt starts at the parent's position
       token    request, index, token, text
       finish   request, reason, tokens (how many), error (where the reason is "error")
 
-Position p of a request lies in slot p % page_size of the page table[p // page_size]; so the chunks say which slots are
-written (appended to) and read. First comes a step's own event, then what planning it changed, then, with the next
-step's number, what it brought. Somebody outside the engine may hold pages, too, under any name that is no request's:
+Position p of a request lies in slot p % page_size of the page table[p // page_size], so the chunks say which slots are
+written (appended to) and read. A step's own event comes first, then what planning it changed, then, with the next
+step's number, its results. A holder outside the engine may have pages, too, under any name that is no request's:
 
     > pages    allocate, share (a fork of a request's table), release, and append: it wrote one more token, and pages
                are its whole table
@@ -88,16 +88,16 @@ class VirtualClock:
 
 
 class Timeline:
-    """The last ``keep`` events in memory, and all of them to whoever listens (a file, say)."""
+    """The last ``keep`` events in memory; listeners, such as a file that is being written, get all of them."""
 
     def __init__(self, keep: int = KEPT_EVENTS) -> None:
         self.header: Event = {}
-        self._events: deque[Event | TokenEvent] = deque(maxlen=keep)  # as they came: see _event
+        self._events: deque[Event | TokenEvent] = deque(maxlen=keep)  # as they were made: see _event
         self.listeners: list[Callable[[Event], None]] = []
-        self._lock = RLock()  # what is appended while a listener is given the past comes to it afterwards
-        self._untold: deque[Event] = deque()  # what a listener brings about waits until all have heard what came before
-        self._telling = False
-        self.troubles: list[Exception] = []  # of listeners that failed, and were let go
+        self._lock = RLock()  # held while a new listener catches up: later events reach it afterwards
+        self._undelivered: deque[Event] = deque()  # events that a listener causes wait until all heard the earlier ones
+        self._delivering = False
+        self.troubles: list[Exception] = []  # of listeners that failed and were removed
         self.recorded = 0
 
     def __len__(self) -> int:
@@ -118,55 +118,56 @@ class Timeline:
         return tuple(map(_event, tuple(self._events)))
 
     def listen(self, listener: Callable[[Event], None]) -> None:
-        """Call ``listener`` with every event from now on, in the middle of what happens: it may look at the engine and,
-        hearing of a token, cancel a request, but do nothing else to it."""
+        """Call ``listener`` with every event from now on, in the middle of what happens. It may look at the engine
+        and, on a
+        token, cancel a request, but change nothing else."""
         self.listeners.append(listener)
 
-    def _let_go(self, listener: Callable[[Event], None]) -> None:
+    def _remove(self, listener: Callable[[Event], None]) -> None:
         with self._lock:
             if listener in self.listeners:
                 self.listeners.remove(listener)
 
     def append(self, event: Event) -> None:
-        """Append an event and tell the listeners."""
+        """Append an event and deliver it to the listeners."""
         if event["event"] == "header":
             self.header = event
         with self._lock:
             self._events.append(event)
             self.recorded += 1
             if self.listeners:
-                self._tell(_event(event))
+                self._deliver(_event(event))
 
     def tokens(self, tokens: Collection[TokenEvent]) -> None:
-        """Append tokens as they wait for their readers: most events are tokens, so nothing more is made of them here.
-        Their top_logprobs, which are no part of the event, had better be (): all of them are as long as the vocabulary.
-        """
+        """Append tokens in the form in which their streams hold them: most events are tokens, so they become
+        dictionaries
+        only when they are read. Their top_logprobs should be (), since they are not part of the event."""
         with self._lock:
             self._events.extend(tokens)
             self.recorded += len(tokens)
             if self.listeners:
                 for token in tokens:
-                    self._tell(_event(token))
+                    self._deliver(_event(token))
 
-    def _tell(self, event: Event) -> None:
-        self._untold.append(event)
-        self._tell_untold()
+    def _deliver(self, event: Event) -> None:
+        self._undelivered.append(event)
+        self._deliver_all()
 
-    def _tell_untold(self) -> None:
-        if self._telling:  # within a listener's call: whoever made it goes on with what is untold
+    def _deliver_all(self) -> None:
+        if self._delivering:  # within a listener's call: the outer call goes on with the rest
             return
-        self._telling = True
+        self._delivering = True
         try:
-            while self._untold:
-                event = self._untold.popleft()
+            while self._undelivered:
+                event = self._undelivered.popleft()
                 for listener in tuple(self.listeners):
                     try:
                         listener(event)
-                    except Exception as error:  # a full disk, say: kept until it can be told without losing a step
-                        self._let_go(listener)
+                    except Exception as error:  # a full disk, for example; raised when the step is complete
+                        self._remove(listener)
                         self.troubles.append(error)
-        finally:  # after a Ctrl-C there may be some left, for the next time
-            self._telling = False
+        finally:  # an interrupt may leave some for the next time
+            self._delivering = False
 
     def write(self, path: str | Path) -> None:
         """Write what is kept in memory as JSON Lines, the header in any case. SchemaError if the path is no place
@@ -183,7 +184,7 @@ class Timeline:
                 file.flush()
 
             with self._lock:
-                self._tell_untold()
+                self._deliver_all()
                 dropped = [self.header] if self.header and self.recorded > len(self._events) else []
                 for event in (*dropped, *self.events):
                     write(event)
@@ -191,12 +192,13 @@ class Timeline:
             try:
                 yield
             finally:
-                self._let_go(write)
+                self._remove(write)
 
 
 def _event(entry: Event | TokenEvent) -> Event:
-    """An entry as it is told. Tokens and steps come as they are elsewhere, and nearly all entries are one or the other:
-    what it takes to make plain lists and dictionaries of them is spent when somebody looks."""
+    """An entry as a plain dictionary. Tokens and steps, which are nearly all entries, are kept in the form that the
+    engine
+    made; the price of plain lists and dictionaries is paid when they are read."""
     if isinstance(entry, tuple):
         return {"event": "token", "step": entry.step + 1, "time": entry.time, "request": entry.sequence_id,
                 "index": entry.index, "token": entry.token, "text": entry.text}
