@@ -21,7 +21,7 @@ from itertools import chain
 from math import cos, prod, sin
 from pathlib import Path
 
-from starter.base.weights import Tensor, Weights, check_weights, float32_array, float32_bytes, tensor_shapes
+from starter.base.weights import Tensor, Weights, check_weights, float32_array, little_endian, tensor_shapes
 from starter.checkpoints.files import open_checkpoint, replace_file
 from starter.checkpoints.llama2c_tokenizer import BOS, EOS
 from starter.errors import SchemaError
@@ -87,7 +87,7 @@ def write_llama2c(path: str | Path, config: ModelConfig, weights: Weights) -> No
     sizes = [getattr(config, name) for name in _FIELDS]
     sizes[_FIELDS.index("vocab_size")] *= 1 if config.tied_output else -1
     data = (_rotary_tables(config) if name == _TABLES else weights[name].values for name in _file_order(config))
-    replace_file(path, chain([_HEADER.pack(*sizes)], map(float32_bytes, data)))
+    replace_file(path, chain([_HEADER.pack(*sizes)], map(little_endian, data)))
 
 
 def _rotary_tables(config: ModelConfig) -> array[float]:

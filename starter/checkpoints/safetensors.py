@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from starter.base.strict_json import Choice, Integer, ListOf, MapOf, Record, Text, parse_json, pointer
-from starter.base.weights import Tensor, Weights, check_finite, float32_array, float32_bytes
+from starter.base.weights import Tensor, Weights, check_finite, float32_array, little_endian
 from starter.checkpoints.files import float16_array, open_checkpoint, replace_file
 from starter.errors import SchemaError
 
@@ -63,7 +63,7 @@ def _decode_bf16(raw: bytes) -> array[float]:
 
 
 _DTYPES = {
-    "F32": _Dtype(4, inf, float32_bytes, float32_array),
+    "F32": _Dtype(4, inf, little_endian, float32_array),
     "F16": _Dtype(2, 65_520.0, _encode_f16, float16_array),
     "BF16": _Dtype(2, 2.0**128 - 2.0**119, _encode_bf16, _decode_bf16),
 }
