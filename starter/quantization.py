@@ -403,7 +403,7 @@ def _root_mean_square(values: Numbers) -> float:
     return largest * sqrt(fsum((v / largest) ** 2 for v in values) / len(values)) if largest else 0.0
 
 
-# --------------------------------------------------------------------------------------------------- checks of the input
+# -------------------------------------------------------------------------------------------------- checks of the input
 
 
 def checked_rows(rows: Sequence[Numbers]) -> list[list[float]]:
