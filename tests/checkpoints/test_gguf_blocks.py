@@ -1,4 +1,4 @@
-"""starter/checkpoints/gguf_blocks.py: blocks written by hand, random blocks against the definition and against llama.cpp's gguf."""
+"""gguf_blocks.py: blocks written by hand, random blocks against the definition and against llama.cpp's gguf."""
 
 from __future__ import annotations
 
