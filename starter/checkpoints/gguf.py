@@ -178,7 +178,7 @@ class _Head:
             if offset != start:
                 raise SchemaError(f"the data of {name} start at {offset}, not at {start}, where those before it end")
             if shape[-1] % _ALL_FORMATS[kind].numbers:
-                raise SchemaError(f"{name} has rows of {shape[-1]} numbers, which are no whole blocks of {kind}")
+                raise SchemaError(f"{name} has rows of {shape[-1]} numbers, which are not whole blocks of {kind}")
             nbytes = _ALL_FORMATS[kind].bytes_of(prod(shape))
             end = start + nbytes
             if data + end > self._file_size:

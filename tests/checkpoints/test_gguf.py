@@ -150,7 +150,7 @@ class Refusing(FileCase):
         self.refused(gguf_file((), [("t", (2, 0), "F32", b"")]), "no dimension can be 0")
         self.refused(gguf_file((), [("t", (1,), 12, bytes(144))]), "Q4_K", "Q8_0")
         self.refused(gguf_file((), [("t", (1,), 4_000, bytes(4))]), "4000, which is unknown")
-        self.refused(gguf_file((), [("t", (2, 48), "Q4_0", bytes(54))]), "no whole blocks of Q4_0")
+        self.refused(gguf_file((), [("t", (2, 48), "Q4_0", bytes(54))]), "not whole blocks of Q4_0")
         for offset in (0, 1, 33, 64, 2**64 - 32):
             self.refused(gguf_file((), [MATRIX, VECTOR], offsets={"v": offset}), f"start at {offset}, not at 32")
 
