@@ -433,7 +433,7 @@ class BadInput(unittest.TestCase):
                          {"group_size": True}, {"group_size": "32"}, {"symmetric": 1}, {"symmetric": None}):
             with self.subTest(settings=settings), self.assertRaisesRegex(QuantizationError, next(iter(settings))):
                 QuantizationConfig(**settings)
-        with self.assertRaisesRegex(QuantizationError, "QuantizationConfig is wanted"):
+        with self.assertRaisesRegex(QuantizationError, "must be a QuantizationConfig"):
             quantize([[1.0]], "int8")  # type: ignore[arg-type]
 
     def test_what_is_no_matrix_of_finite_numbers(self) -> None:

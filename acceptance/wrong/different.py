@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from math import floor
 
-from starter import quantization as grids
+from starter import quantization
 from starter.backend import ReferenceKVStore
 from starter.kv_cache import PagePool
 from starter.quantization import Grid
@@ -109,15 +109,15 @@ def prompts_share_alike(patch):
 @different("M5Quantization")
 def grids_that_hold_zero(patch):
     """Another quantizer: halves round up, and every asymmetric grid reaches to 0, whatever its group holds."""
-    right = grids._full_range_grids
+    right = quantization.choose_grids
 
     def nearest(self, group):
         return [max(self.first, min(self.last, floor(x / self.scale + 0.5))) for x in group]
 
-    def full_range_grids(groups, config):
+    def choose_grids(groups, config):
         if not config.symmetric:
             groups = [[*group, 0.0] if any(x != group[0] for x in group) else group for group in groups]
         return right(groups, config)
 
     patch(Grid, "nearest", nearest)
-    patch(grids, "_full_range_grids", full_range_grids)
+    patch.everywhere(right, choose_grids)

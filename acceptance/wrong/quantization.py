@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from starter import quantization
-from starter import quantization as grids
 from starter.backend import ReferenceBackend
 from starter.calibration import grid_search
 from starter.quantization import QuantizedTensor, dequantize, quantize
@@ -78,23 +77,23 @@ def int4_takes_a_byte_each(patch):
 
 @mistake(27, "M5Quantization.test_nibbles", says="come back exactly")
 def negative_nibbles_lose_their_sign(patch):
-    """int4: negative nibbles corrupt, since nobody extends their sign."""
+    """int4: negative nibbles corrupt, since their sign is not extended."""
     patch(quantization, "_NIBBLES", dict.fromkeys((False, True), quantization._NIBBLES[False]))
 
 
 @mistake(28, "M5Quantization.test_extreme_groups", says="constant")
 def constant_group_becomes_zero(patch):
     """Constant, zero or one-sided group becomes NaN, zero, or saturates: a range of 0 is taken for 1."""
-    patch(grids, "_scale", lambda low, high, steps: (high - low) / steps or 1.0)
+    patch(quantization, "_scale", lambda low, high, steps: (high - low) / steps or 1.0)
 
 
 @mistake(29, "M5Quantization.test_outliers_stay_local", says="a scale for each group")
 def one_global_scale(patch):
     """One global scale: an outlier ruins the other rows."""
-    right = grids.choose_grids
+    right = quantization.choose_grids
 
-    def choose_grids(groups, config, importance):
-        number_format, [grid] = right([[x for group in groups for x in group]], config, importance)
+    def choose_grids(groups, config):
+        number_format, [grid] = right([[x for group in groups for x in group]], config)
         return number_format, [grid] * len(groups)
 
     patch.everywhere(right, choose_grids)
@@ -103,15 +102,15 @@ def one_global_scale(patch):
 @mistake(30, "M5Quantization.test_extreme_groups", says="far away|positive|negative")
 def zero_point_clamped(patch):
     """Zero point clamped or wrapped for groups far from zero."""
-    right = grids.choose_grids
+    right = quantization.choose_grids
 
     def clamped(grid):
         steps = grid.last - grid.first
         first = max(-steps, min(0, grid.first))
         return grid._replace(first=first, last=first + steps)
 
-    def choose_grids(groups, config, importance):
-        number_format, chosen = right(groups, config, importance)
+    def choose_grids(groups, config):
+        number_format, chosen = right(groups, config)
         return number_format, list(map(clamped, chosen))
 
     patch.everywhere(right, choose_grids)

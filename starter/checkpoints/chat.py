@@ -5,9 +5,9 @@
     <|im_start|>user
     What is the capital of France?<|im_end|>
     <|im_start|>assistant
-                                                    here the model goes on, up to <|im_end|>
+                                                    from here the model continues, up to <|im_end|>
 
-Templates are programs in Jinja. None is run here: a ChatML one is recognized by its marks, any other is refused.
+Chat templates are programs in Jinja. None is run here: ChatML is recognized by its marks, any other is refused.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _DEFAULT_SYSTEM = re.compile(re.escape(_START) + r"system(?:\n|\\n)([^'\"<{]+)" 
 
 
 def chat_prompt(tokenizer: Tokenizer, message: str) -> tuple[list[int], tuple[int, ...]]:
-    """The tokens that ask for an answer to a message, and those that end the answer. RequestError for a model
-    without a template, or with another one than ChatML. Marks that stand in the message are text like any other."""
+    """The prompt that asks for an answer to ``message``, and the tokens that end the answer. RequestError for a model
+    without a chat template, or with one other than ChatML. Marks inside the message are encoded as ordinary text."""
     if not isinstance(tokenizer, HfTokenizer) or not tokenizer.chat_template:
         raise RequestError("this checkpoint has no chat template; continue a text with --prompt instead")
     start, end = tokenizer.control_token(_START), tokenizer.control_token(_END)

@@ -1,15 +1,16 @@
-"""Optional · What a checkpoint holds, whichever container it came in, and the one thing in which containers differ.
+"""Optional · What every reader of checkpoints returns, and the one difference that they have to even out.
 
-    starter/checkpoints/gguf_model.py    one GGUF file                    \\
-                                                                    }-> Checkpoint(config, weights, tokenizer)
-    starter/checkpoints/hf_model.py      a folder as Hugging Face has it  /
+    gguf_model.py    a GGUF file                   \\
+    hf_model.py      a folder from Hugging Face     }->  Checkpoint(name, config, weights, tokenizer)
+    llama2c.py       a llama2.c model              /
 
-Rotary embedding turns pairs of numbers of a head. Ours, llama2.c's and those of GGUF's llama are neighbours; Hugging
-Face and GGUF's qwen2 and qwen3 keep the first numbers of all pairs, then the second ones:
+The rotary embedding turns pairs of numbers of a head. In our decoder, in llama2.c and in GGUF's llama the two are
+neighbours; Hugging Face and GGUF's qwen2 and qwen3 store the first numbers of all pairs, then the second ones:
 
     a0 b0 a1 b1 a2 b2    neighbours          a0 a1 a2 b0 b1 b2    halves
 
-So ``neighbours`` reorders the rows of what makes queries and keys; attention's inner products do not notice.
+So ``neighbours`` reorders the rows of the tensors that make queries and keys. The inner products of attention stay the
+same, since queries and keys are reordered alike.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from starter.base.weights import StoredWeights, Tensor
 from starter.quantization import QuantizedTensor
 from starter.schema import ModelConfig
 
-Progress = Callable[[str], None]  # is told what is being done, now and then
+Progress = Callable[[str], None]  # called now and then with a line that says what is being done
 
 OF_QUERY_OR_KEY = tuple(f"self_attn.{part}_{kind}" for part in "qk"
                         for kind in ("proj.weight", "proj.bias", "norm.weight"))
@@ -41,12 +42,13 @@ class Checkpoint:
 
 
 def neighbours(tensor: Tensor, head_width: int) -> Tensor:
-    """Rows of heads (a matrix's, or single numbers of a vector) from halves to neighbours. O(numbers)."""
+    """A tensor whose rows (or, of a vector, numbers) belong to heads, reordered from halves to neighbours.
+    O(numbers)."""
     return Tensor(tensor.shape, _reordered(tensor.values, tensor.shape[0], head_width))
 
 
 def neighbour_codes(q: QuantizedTensor, head_width: int) -> QuantizedTensor:
-    """The same for a matrix of codes. O(bytes)."""
+    """``neighbours`` for a matrix of codes. O(bytes)."""
     scales, zero_points, packed = (_reordered(part, q.shape[0], head_width)
                                    for part in (q.scales, q.zero_points, array("B", q.packed)))
     return replace(q, scales=scales, zero_points=zero_points, packed=packed.tobytes())
@@ -63,7 +65,7 @@ def _reordered(values: array[Any], rows: int, head_width: int) -> array[Any]:
 
 
 def counted(names: Iterable[str], progress: Progress, what: str) -> Iterator[str]:
-    """The names, and a word of progress before each."""
+    """The names, with a call of ``progress`` before each."""
     names = list(names)
     for i, name in enumerate(names, start=1):
         progress(f"{what}: tensor {i} of {len(names)}")

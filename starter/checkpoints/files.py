@@ -1,4 +1,4 @@
-"""Reading and writing checkpoint files of any format."""
+"""Opening, reading and replacing files, for all formats of checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PIECE = 65_536  # bytes of float16 unpacked at a time
 
 
 def float16_array(raw: bytes | bytearray | memoryview) -> array[float]:
-    """Little-endian float16 as float32, some at a time: as Python floats they take 16 times as many bytes."""
+    """Little-endian float16 as float32. Piece by piece, because as Python floats they take 16 times as many bytes."""
     values = array("f")
     for start in range(0, len(raw), _PIECE):
         part = raw[start:start + _PIECE]
@@ -26,9 +26,10 @@ def float16_array(raw: bytes | bytearray | memoryview) -> array[float]:
 
 @contextmanager
 def open_checkpoint(path: str | Path) -> Iterator[tuple[BinaryIO, int]]:
-    """A file open for reading, and its size. What the block finds wrong is reported with the file's name."""
+    """A file open for reading, and its size. SchemaError that names the file if it cannot be opened or read, or if the
+    block raises one."""
     try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below; its own errors are told apart from the block's
+        file = open(path, "rb")  # noqa: SIM115 - closed below; a failed open and a failed read have different sentences
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise SchemaError(f"cannot open {path}: {error}") from None
     with file:
@@ -41,7 +42,7 @@ def open_checkpoint(path: str | Path) -> Iterator[tuple[BinaryIO, int]]:
 
 
 def replace_file(path: str | Path, chunks: Iterable[bytes]) -> None:
-    """Write a file whole or not at all: readers see the old one or the new one, and a failure leaves the old one."""
+    """Write a file completely or not at all: readers see the old file or the new one, and a failure leaves the old."""
     temporary = Path(f"{path}.{os.urandom(4).hex()}.tmp")
     try:
         with open(temporary, "wb") as file:

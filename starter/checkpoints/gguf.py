@@ -1,4 +1,4 @@
-"""Optional · Read GGUF files, the container of llama.cpp: everything a model needs in one file.
+"""Optional · Read GGUF files, the container of llama.cpp: one file with everything that a model needs.
 
     magic "GGUF", version (u32), number of tensors (u64), number of metadata (u64)
     metadata    key, type, value          "llama.block_count" -> 30, "tokenizer.ggml.tokens" -> [...]
@@ -8,11 +8,11 @@
 
     with open_gguf("model.gguf") as gguf:
         gguf.metadata["general.architecture"]           # "llama"
-        gguf.tensor("token_embd.weight")                # float32, whatever its format in the file (checkpoints/gguf_blocks.py)
+        gguf.tensor("token_embd.weight")                # float32, whatever its format in the file (gguf_blocks.py)
 
-Everything is little-endian; a text is its length (u64) and UTF-8. A file is hostile until proven otherwise: its head is
-read in one piece of bounded size, every count is compared with the bytes that are left before anything is made of it,
-and tensors must cover the data in order, without overlap or gap. What is wrong is one SchemaError that names the file.
+Everything is little-endian; a text is its length (u64) and then UTF-8. Nothing in a file is trusted: its head is read
+in one piece of bounded size, every count is compared with the bytes that are left before memory is allocated for it,
+and the tensors must cover the data in order, without overlap or gap. Any error is one SchemaError that names the file.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -36,11 +36,11 @@ from starter.checkpoints.gguf_blocks import FORMATS, BlockFormat, as_quantized_t
 from starter.errors import QuantizationError, SchemaError
 from starter.quantization import QuantizedTensor
 
-MAX_HEAD_BYTES = 32 * 1024 * 1024  # all that stands before the data; a vocabulary of 250,000 tokens takes half
+MAX_HEAD_BYTES = 32 * 1024 * 1024  # everything before the data; a vocabulary of 250,000 tokens takes half
 MAX_NAME_BYTES = 65_535
 MAX_ALIGNMENT = 65_536
 _DEFAULT_ALIGNMENT = 32
-_SMALLEST_TENSOR, _SMALLEST_ENTRY = 33, 14  # bytes that a tensor's entry, or a key with its value, takes at least
+_SMALLEST_TENSOR, _SMALLEST_ENTRY = 33, 14  # least bytes of a tensor's entry, and of a key with its value
 
 _ALL_FORMATS = {"F32": BlockFormat(1, 4), **FORMATS}
 _KINDS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 8: "Q8_0", 30: "BF16"}
@@ -48,13 +48,13 @@ _OTHER_KINDS = {6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4
                 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
                 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
                 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # as struct names them
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # codes of ``struct``
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies, counted from the start of the file. ``shape`` is rows first; the file has it backwards."""
+    """Where a tensor is, in bytes from the start of the file. ``shape`` is rows first; the file has it backwards."""
 
     kind: str
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class Gguf:
-    """An open file: its metadata, and its tensors by name."""
+    """An open file: its metadata by key, and where its tensors are, by name."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
@@ -76,7 +76,8 @@ class Gguf:
         return Tensor(entry.shape, float32_array(raw) if entry.kind == "F32" else _dequantized(entry, raw))
 
     def quantized(self, name: str) -> QuantizedTensor:
-        """A Q8_0, Q4_0 or Q4_1 matrix with its own codes; QuantizationError for another format. O(numbers)."""
+        """A Q8_0, Q4_0 or Q4_1 matrix with the codes of the file. QuantizationError for another format or for a tensor
+        that is not a matrix. O(numbers)."""
         entry, raw = self._raw(name)
         if len(entry.shape) != 2:
             raise QuantizationError(f"{name} has the shape {list(entry.shape)}; only a matrix stays quantized")
@@ -94,7 +95,7 @@ class Gguf:
 
 
 def _dequantized(entry: GgufTensor, raw: bytes) -> array[float]:
-    """The numbers of a tensor of blocks; with NumPy where it is installed, since a model has many."""
+    """The numbers of a tensor of blocks, computed with NumPy if it is installed: models are large."""
     module = import_module(f"{__package__}.{'gguf_blocks_numpy' if find_spec('numpy') else 'gguf_blocks'}")
     values: array[float] = module.dequantize_blocks(entry.kind, raw, prod(entry.shape))
     return values
@@ -102,7 +103,7 @@ def _dequantized(entry: GgufTensor, raw: bytes) -> array[float]:
 
 @contextmanager
 def open_gguf(path: str | Path) -> Iterator[Gguf]:
-    """Open a file, its head read and checked. SchemaError that names the file for anything malformed. O(head)."""
+    """Open a file, read its head and check it. SchemaError that names the file for anything malformed. O(head)."""
     with open_checkpoint(path) as (file, size):
         head = _Head(file.read(min(size, MAX_HEAD_BYTES)), size)
         tensor_count, entry_count = head.preamble()
@@ -118,13 +119,13 @@ def _alignment(metadata: dict[str, Any]) -> int:
 
 
 class _Head:
-    """Takes the head of a file apart, from front to back."""
+    """Parses the head of a file from front to back."""
 
     def __init__(self, raw: bytes, file_size: int) -> None:
         self._raw, self._file_size, self._at = raw, file_size, 0
 
     def preamble(self) -> tuple[int, int]:
-        """How many tensors and how many metadata there are."""
+        """The number of tensors and the number of metadata."""
         if self._raw[:4] != b"GGUF":
             raise SchemaError(f"not a GGUF file: it begins with {self._raw[:4]!r}, not with b'GGUF'")
         self._at = 4
@@ -146,7 +147,7 @@ class _Head:
         return found
 
     def tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
-        """Name -> where it lies; the data begin behind the last entry."""
+        """Name -> where the tensor is. The data begin after the last entry."""
         found: dict[str, tuple[str, tuple[int, ...], int]] = {}
         for i in range(count):
             name = self._name(f"the name of tensor {i}", found)
@@ -169,14 +170,15 @@ class _Head:
 
     def _placed(self, found: dict[str, tuple[str, tuple[int, ...], int]], data: int,
                 alignment: int) -> dict[str, GgufTensor]:
-        """The tensors cover the data in their order, each padded to the alignment."""
+        """Positions in the file, from offsets into the data. SchemaError unless the tensors cover the data in their
+        order, each padded to the alignment."""
         placed, end = {}, 0
         for name, (kind, shape, offset) in found.items():
             start = -(-end // alignment) * alignment
             if offset != start:
-                raise SchemaError(f"the data of {name} start at {offset}; {start} is wanted, where those before it end")
+                raise SchemaError(f"the data of {name} start at {offset}, not at {start}, where those before it end")
             if shape[-1] % _ALL_FORMATS[kind].numbers:
-                raise SchemaError(f"{name} has rows of {shape[-1]} numbers, which are no whole blocks of {kind}")
+                raise SchemaError(f"{name} has rows of {shape[-1]} numbers, which are not whole blocks of {kind}")
             nbytes = _ALL_FORMATS[kind].bytes_of(prod(shape))
             end = start + nbytes
             if data + end > self._file_size:
@@ -197,14 +199,14 @@ class _Head:
 
     def _too_long(self, what: str) -> NoReturn:
         if len(self._raw) < self._file_size:
-            raise SchemaError(f"the head takes more than {MAX_HEAD_BYTES} bytes, up to {what}; so much is not read")
+            raise SchemaError(f"the head takes more than {MAX_HEAD_BYTES} bytes, up to {what}: too long to be read")
         raise SchemaError(f"the file is cut short: it ends in {what}, at byte {len(self._raw)}")
 
     def _number(self, code: str, what: str) -> Any:
         return struct.unpack("<" + code, self._take(struct.calcsize("<" + code), what))[0]
 
     def _count(self, smallest: int, things: str, what: str) -> int:
-        """A number of things that take so many bytes at least."""
+        """A number of things that take at least ``smallest`` bytes each."""
         count: int = self._number("Q", what)
         if count * smallest > self._file_size - self._at:
             raise SchemaError(f"the file claims {count} {things}, for which its {self._file_size} bytes do not suffice")
@@ -222,7 +224,7 @@ class _Head:
         if not 1 <= len(name.encode()) <= MAX_NAME_BYTES:
             raise SchemaError(f"{what} has {len(name.encode())} bytes; 1 to {MAX_NAME_BYTES} are allowed")
         if name in taken:
-            raise SchemaError(f"{what}, {name}, stands twice")
+            raise SchemaError(f"{what}, {name}, occurs twice")
         return name
 
     def _boolean(self, what: str) -> bool:
@@ -232,7 +234,7 @@ class _Head:
         return bool(value)
 
     def _reader(self, kind: int, key: str) -> Callable[[], Any]:
-        """What reads one value of a type."""
+        """The function that reads one value of a type."""
         if kind == _STRING:
             return lambda: self._text(key)
         if kind == _BOOL:

@@ -1,4 +1,4 @@
-"""M5 · Number formats of GGUF files (llama.cpp): to floats, and to and from ``QuantizedTensor`` where that is exact.
+"""M5 · Number formats of GGUF files (llama.cpp): to floats, and to and from ``QuantizedTensor`` if that is exact.
 
 A quantized row is a sequence of blocks of 32 numbers x[0..31]; d and m are float16, little-endian:
 
@@ -9,15 +9,15 @@ A quantized row is a sequence of blocks of 32 numbers x[0..31]; d and m are floa
     Q4_0    d, 16 bytes                           18    d * (q - 8)     byte j holds q[j] in its low and
     Q4_1    d, m, 16 bytes                        20    d * q + m       q[j + 16] in its high nibble
 
-Ours is scale * (code - zero_point) with scale > 0. Q4_0 with d > 0 is just that, with zero point 8. A negative d (every
-other block has one) turns the codes around: d * (q - 8) = -d * ((15 - q) - 7). Q8_0 has the code -128, which our
-symmetric int8 has not; where it occurs the tensor becomes asymmetric, with zero point 128, or 127 turned around. Q4_1's
-m is no multiple of d in general: its zero point is the real number -m / d, rounded to float32 as m + d * q is.
+Our formula is scale * (code - zero_point) with scale > 0. Q4_0 with d > 0 is the same, with zero point 8. A negative d
+(about every other block has one) reverses the codes: d * (q - 8) = -d * ((15 - q) - 7). Q8_0 has the code -128, which
+our symmetric int8 does not have; if it occurs, the tensor becomes asymmetric, with zero point 128 (reversed: 127). In
+Q4_1, m is in general no multiple of d: the zero point is the real number -m / d, rounded to float32, as m + d * q is.
 
-Reading runs no loop over single numbers: a *column*, the j-th byte of all blocks, is one slice with a stride, and codes
-are turned around by one XOR of long integers. Measured: 0.015 us a number to a ``QuantizedTensor``, 0.1 us to floats.
+There is no loop over single numbers: a *column*, the j-th byte of all blocks, is one slice with a stride, and codes are
+reversed by one XOR of long integers. Measured: 0.015 us a number to a ``QuantizedTensor``, 0.1 us to floats.
 
-Format: ggml's ``ggml-quants.c``, ``dequantize_row_q8_0`` and its neighbours.
+Format: ggml's ``ggml-quants.c``, ``dequantize_row_q8_0`` and the functions next to it.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _LARGEST_HALF = 65_504.0
 
 
 class BlockFormat(NamedTuple):
-    """How many numbers a block has, in how many bytes."""
+    """The numbers in a block, and its bytes."""
 
     numbers: int
     nbytes: int
 
     def bytes_of(self, count: int) -> int:
-        """Of so many numbers; QuantizationError unless they are whole blocks."""
+        """Bytes of ``count`` numbers; QuantizationError unless they are whole blocks."""
         if count % self.numbers:
-            raise QuantizationError(f"{count} numbers are no whole blocks of {self.numbers}")
+            raise QuantizationError(f"{count} numbers are not whole blocks of {self.numbers}")
         return count // self.numbers * self.nbytes
 
 
@@ -64,9 +64,9 @@ _MINUS_8 = bytes(byte - 8 & 255 for byte in range(256))
 
 
 def dequantize_blocks(kind: str, data: Data, count: int) -> array[float]:
-    """The ``count`` numbers as float32, bit by bit what llama.cpp makes of them. O(count).
+    """The ``count`` numbers as float32, the same bits as in llama.cpp. O(count).
 
-    QuantizationError for an unknown kind or another number of bytes than ``count`` numbers take.
+    QuantizationError for an unknown kind, or unless ``data`` has the bytes of exactly ``count`` numbers.
     """
     check_blocks(kind, data, count)
     if kind == "BF16":
@@ -84,12 +84,12 @@ def dequantize_blocks(kind: str, data: Data, count: int) -> array[float]:
 
 
 def check_blocks(kind: str, data: Data, count: int) -> None:
-    """QuantizationError for an unknown kind, or another number of bytes than so many numbers take."""
+    """QuantizationError for an unknown kind, or unless ``data`` has the bytes of exactly ``count`` numbers."""
     if kind not in FORMATS:
         raise QuantizationError(f"there is no way to read {kind!r} here; known are {', '.join(FORMATS)}")
-    wanted = FORMATS[kind].bytes_of(count)
-    if len(data) != wanted:
-        raise QuantizationError(f"{count} numbers in {kind} take {wanted} bytes, not {len(data)}")
+    needed = FORMATS[kind].bytes_of(count)
+    if len(data) != needed:
+        raise QuantizationError(f"{count} numbers in {kind} take {needed} bytes, not {len(data)}")
 
 
 def _halves(raw: Data) -> tuple[float, ...]:
@@ -121,14 +121,14 @@ def _signed(kind: str, column: bytes) -> Sequence[int]:
     return memoryview(column.translate(_MINUS_8) if kind == "Q4_0" else column).cast("b")
 
 
-# ------------------------------------------------------------------------------------- from blocks and to blocks
+# ------------------------------------------------------------------------------------- to and from QuantizedTensor
 
 
 def as_quantized_tensor(kind: str, data: Data, rows: int, columns: int) -> QuantizedTensor:
-    """The matrix of Q8_0, Q4_0 or Q4_1 blocks, its codes as they are. Dequantized it equals ``dequantize_blocks``; of
-    Q4_1, whose zero points are rounded, within 2**-23 * (|m| + 15 |d|). O(numbers).
+    """A matrix of Q8_0, Q4_0 or Q4_1 blocks, with its own codes. Dequantized, it equals ``dequantize_blocks``; Q4_1,
+    whose zero points are rounded, within 2**-23 * (|m| + 15 |d|). O(numbers).
 
-    QuantizationError for another kind, for rows that are no whole blocks, and for a d or m that is not finite.
+    QuantizationError for another kind, for rows that are not whole blocks, and for a d or m that is not finite.
     """
     if kind not in QUANTIZED:
         raise QuantizationError(f"only {', '.join(QUANTIZED)} hold codes, not {kind!r}: dequantize it instead")
@@ -142,12 +142,12 @@ def as_quantized_tensor(kind: str, data: Data, rows: int, columns: int) -> Quant
         packed[k::size] = codes[k] if bits == 8 else _nibbles(codes[2 * k], codes[2 * k + 1])
 
     symmetric = bits == 8 and min(scales, default=0.0) >= 0.0 and b"\x80" not in packed
-    offset = 0 if symmetric or bits == 4 else 0x80  # to add 128 to a signed byte is to turn its highest bit around
-    same, around = bytes([offset]) * size, bytes([offset ^ 0xFF]) * size
-    packed = _xor(packed, b"".join([around if d < 0.0 else same for d in scales]))
+    offset = 0 if symmetric or bits == 4 else 0x80  # adding 128 to a signed byte flips its highest bit
+    same, flipped = bytes([offset]) * size, bytes([offset ^ 0xFF]) * size
+    packed = _xor(packed, b"".join([flipped if d < 0.0 else same for d in scales]))
     zero = 0 if symmetric or kind == "Q4_1" else {8: 0x80, 4: 0x88}[bits]
     for i, d in enumerate(scales):
-        if d == 0.0:  # a block of equal numbers, 0 or m: its codes say nothing
+        if d == 0.0:  # a block of equal numbers, 0 or m, whatever its codes are
             packed[i * size:(i + 1) * size] = bytes([zero]) * size
     steps, zero_points = (_with_minimum(scales, _field(kind, data, 2)) if kind == "Q4_1"
                           else _around_zero(scales, symmetric, 2 ** (bits - 1)))
@@ -155,21 +155,22 @@ def as_quantized_tensor(kind: str, data: Data, rows: int, columns: int) -> Quant
 
 
 def _around_zero(scales: Sequence[float], symmetric: bool, half: int) -> tuple[array[float], ZeroPoints]:
-    """Scales and zero points of d * q or d * (q - half), those below 0 turned around."""
+    """Scales and zero points of d * q or d * (q - half); reversed if d is below 0."""
     zero_points = array("h", [] if symmetric else [half - (d < 0.0) for d in scales])
     return array("f", [abs(d) or 1.0 for d in scales]), zero_points
 
 
 def _with_minimum(scales: Sequence[float], minima: Sequence[float]) -> tuple[array[float], ZeroPoints]:
-    """Scales and zero points of Q4_1's d * q + m; where d is 0, of m alone: |m| * (0 - zero point)."""
+    """Scales and zero points of Q4_1's d * q + m; if d is 0, of m alone: |m| * (0 - zero point)."""
     steps = [abs(d) or abs(m) or 1.0 for d, m in zip(scales, minima)]
     zero_points = [15.0 - m / step if d < 0.0 else -m / step for d, m, step in zip(scales, minima, steps)]
     return array("f", steps), array("f", zero_points)
 
 
 def to_blocks(kind: str, q: QuantizedTensor) -> bytes:
-    """The way back, "Q8_0" or "Q4_0". QuantizationError where it would not be exact: other groups than 32 numbers,
-    a scale that float16 does not hold, a number beyond -128 .. 127 or -8 .. 7 times the scale. O(numbers)."""
+    """The inverse of ``as_quantized_tensor``, for "Q8_0" and "Q4_0". QuantizationError if it would not be exact: groups
+    of other than 32 numbers, a scale that is not a float16, a number beyond -128 .. 127 or -8 .. 7 times the scale.
+    O(numbers)."""
     if kind not in ("Q8_0", "Q4_0"):
         raise QuantizationError(f"there is a way back to Q8_0 and Q4_0, not to {kind!r}")
     lowest = -(2 ** (QUANTIZED[kind] - 1))

@@ -1,7 +1,7 @@
 """Optional · ``gguf_blocks.dequantize_blocks`` on NumPy arrays: the same numbers, a hundred times faster.
 
-Used by ``checkpoints/gguf.py`` where NumPy is installed. The pure form is the one to read; this one shows the layout at a glance:
-a tensor is an array of bytes [blocks, bytes of a block].
+``gguf.py`` uses it if NumPy is installed. ``gguf_blocks.py`` explains the formats; this file shows the layout: a tensor
+is an array of bytes [blocks, bytes of a block].
 """
 
 from __future__ import annotations

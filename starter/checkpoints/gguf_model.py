@@ -2,8 +2,8 @@
 
     read_gguf_checkpoint("SmolLM2-135M-Instruct.Q4_1.gguf")
 
-Architectures: llama, qwen2, qwen3. Whatever else the metadata say about the architecture, and whatever tensor has no
-place in the decoder, is refused by name: a model is computed as it is meant, or not at all.
+Architectures: llama, qwen2, qwen3. Any other metadata about the architecture, and any tensor without a place in the
+decoder, are refused by name: a model is computed as it is meant, or not at all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from starter.checkpoints.hf_tokenizer import read_gguf_tokenizer
 from starter.errors import SchemaError
 from starter.quantization import QuantizedTensor
 
-PAIRS = {"llama": "neighbours", "qwen2": "halves", "qwen3": "halves"}  # how rotary pairs lie (``checkpoints/checkpoint.py``)
+PAIRS = {"llama": "neighbours", "qwen2": "halves", "qwen3": "halves"}  # order of rotary pairs (``checkpoint.py``)
 
 _FIELDS = {  # ModelConfig's name -> the key, after "llama."
     "width": "embedding_length", "layers": "block_count", "heads": "attention.head_count",
@@ -48,9 +48,11 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 def read_gguf_checkpoint(path: str | Path, progress: Progress = lambda text: None, codes: bool = False) -> Checkpoint:
-    """A file's model and tokenizer. SchemaError that names the file for anything malformed or not known here;
-    EngineError without the package ``tokenizers``. O(file). The weights are float32 in memory, or with ``codes``, where
-    a matrix is Q8_0, Q4_0 or Q4_1, the codes that the file holds."""
+    """The model and the tokenizer in a file. The weights are float32 in memory; with ``codes``, a Q8_0, Q4_0 or Q4_1
+    matrix keeps the codes of the file. O(file).
+
+    SchemaError that names the file for anything malformed or unknown here; EngineError without the package
+    ``tokenizers``."""
     with open_gguf(path) as gguf:
         config = _config(gguf)
         tokenizer = read_gguf_tokenizer(gguf.metadata, config)
@@ -59,13 +61,13 @@ def read_gguf_checkpoint(path: str | Path, progress: Progress = lambda text: Non
         for name in counted(gguf.tensors, progress, f"reading {Path(path).name}"):
             if name != _ROPE_FACTORS:
                 ours = _our_name(name)
-                turned = halves and ours.endswith(OF_QUERY_OR_KEY)
+                reorder = halves and ours.endswith(OF_QUERY_OR_KEY)
                 if codes and gguf.tensors[name].kind in QUANTIZED and len(gguf.tensors[name].shape) == 2:
                     q = gguf.quantized(name)
-                    weights[ours] = neighbour_codes(q, config.head_width) if turned else q
+                    weights[ours] = neighbour_codes(q, config.head_width) if reorder else q
                 else:
                     tensor = gguf.tensor(name)
-                    weights[ours] = neighbours(tensor, config.head_width) if turned else tensor
+                    weights[ours] = neighbours(tensor, config.head_width) if reorder else tensor
     return Checkpoint(Path(path).name, config, weights, tokenizer)
 
 
@@ -79,7 +81,7 @@ def _our_name(name: str) -> str:
 
 
 def _config(gguf: Gguf) -> ModelConfig:
-    """The sizes from the metadata, what is optional from the tensors."""
+    """Sizes from the metadata; optional parts of the model from the names of the tensors."""
     architecture = gguf.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in PAIRS:
         raise SchemaError(f"the architecture is {_short(architecture)}; {', '.join(PAIRS)} are known")
@@ -112,7 +114,7 @@ def _config(gguf: Gguf) -> ModelConfig:
 
 
 def _ends(metadata: Mapping[str, Any]) -> dict[str, object]:
-    """Where a sequence begins and where it may end."""
+    """The token that begins a sequence, and those that may end one."""
     ends = [metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")
             if f"tokenizer.ggml.{name}_token_id" in metadata]
     return {"bos_token": metadata.get("tokenizer.ggml.bos_token_id"), "eos_tokens": list(dict.fromkeys(ends))}

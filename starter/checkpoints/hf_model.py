@@ -1,13 +1,14 @@
-"""Optional · From a folder as Hugging Face has it to a model and its tokenizer (extra ``checkpoints``).
+"""Optional · From a folder from Hugging Face to a model and its tokenizer (extra ``checkpoints``).
 
     config.json                      sizes, and everything that changes the computation
-    model.safetensors                or several files, with model.safetensors.index.json to say what is where
+    model.safetensors                or several files, and model.safetensors.index.json with the file of each tensor
     tokenizer.json                   read by the package ``tokenizers``
-    generation_config.json           where answers end (optional)
-    chat_template.jinja              how to ask (optional; older folders have it in tokenizer_config.json)
+    generation_config.json           the tokens that end an answer (optional)
+    chat_template.jinja              how to write a chat (optional; older folders have it in tokenizer_config.json)
 
 Architectures: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM. A key of config.json is read, known to change
-nothing, or known to be switched off; any other is refused by name: a model is computed as it is meant, or not at all.
+nothing, or has a value that switches it off; any other is refused by name: a model is computed as it is meant, or not
+at all.
 """
 
 from __future__ import annotations
@@ -35,27 +36,29 @@ _FIELDS = {  # ModelConfig's name -> the key
 }
 _READ = {*_FIELDS.values(), "architectures", "num_key_value_heads", "head_dim", "tie_word_embeddings", "bos_token_id",
          "eos_token_id", "rope_theta", "rope_scaling", "rope_parameters"}
-_HARMLESS = {  # of training, of other programs, or of how numbers are stored
+_HARMLESS = {  # about training, other programs, or how numbers are stored
     "model_type", "torch_dtype", "dtype", "transformers_version", "transformers.js_config", "_name_or_path",
     "initializer_range", "use_cache", "pad_token_id", "attention_dropout", "is_llama_config", "max_window_layers",
     "pretraining_tp", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "id2label",
     "label2id", "problem_type", "is_encoder_decoder", "_attn_implementation_autoset", "unsloth_fixed",
 }
 _OFF: dict[str, object] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_interleaved": False,
-                           "use_sliding_window": False, "partial_rotary_factor": 1.0}  # as good as not there
+                           "use_sliding_window": False, "partial_rotary_factor": 1.0}  # these values change nothing
 _INDEX = MapOf(Text(1, 255))
 MAX_TEMPLATE_BYTES = 1024 * 1024
 
 
 def read_hf_checkpoint(folder: str | Path, progress: Progress = lambda text: None) -> Checkpoint:
-    """A folder's model and tokenizer. SchemaError that names the file for anything malformed or not known here;
-    EngineError without the package ``tokenizers``. O(files), and the weights are float32 in memory."""
+    """The model and the tokenizer in a folder. The weights are float32 in memory. O(files).
+
+    SchemaError that names the file for anything malformed or unknown here; EngineError without the package
+    ``tokenizers``."""
     folder = Path(folder)
     config = _config(_document(folder / "config.json"), folder)
     tokenizer = read_folder_tokenizer(folder, config, _chat_template(folder))
     weights: dict[str, Tensor] = {}
     for name, tensor in _tensors(folder, progress):
-        if not name.endswith("rotary_emb.inv_freq"):  # older files repeat what config.json says
+        if not name.endswith("rotary_emb.inv_freq"):  # computed from config.json; older files store it, too
             weights[name] = neighbours(tensor, config.head_width) if name.endswith(OF_QUERY_OR_KEY) else tensor
     if config.tied_output and weights.get("lm_head.weight") == weights.get("model.embed_tokens.weight", ()):
         del weights["lm_head.weight"]  # some files store the one matrix twice
@@ -66,7 +69,7 @@ def _document(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
     document = read_json(path)
     if not isinstance(document, dict):
-        raise SchemaError(f"{path}: an object is wanted, not {describe(document)}")
+        raise SchemaError(f"{path} must hold an object, not {describe(document)}")
     return document
 
 
@@ -103,7 +106,7 @@ def _sizes(given: Mapping[str, Any], folder: Path) -> dict[str, object]:
 
 
 def _check_known(key: str, value: object, given: Mapping[str, Any]) -> None:
-    """SchemaError for a key that may change the computation in a way that is not computed here."""
+    """SchemaError for a key that may change the computation in a way that this decoder does not know."""
     if value is None or key in _READ | _HARMLESS or (key in _OFF and value == _OFF[key]):
         return
     if key == "sliding_window" and given.get("use_sliding_window") is False:
@@ -114,7 +117,7 @@ def _check_known(key: str, value: object, given: Mapping[str, Any]) -> None:
 
 
 def _ends(given: Mapping[str, Any], folder: Path) -> tuple[object, list[object]]:
-    """Where a sequence begins and where it may end; generation_config.json, where there is one, decides on the ends."""
+    """The token that begins a sequence, and those that may end one: from generation_config.json if there is one."""
     path = folder / "generation_config.json"
     ends = (_document(path) if path.is_file() else {}).get("eos_token_id", given.get("eos_token_id"))
     return given.get("bos_token_id"), ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -125,7 +128,7 @@ def _rotary(given: Mapping[str, Any]) -> tuple[object, dict[str, object] | None]
     key = "rope_parameters" if given.get("rope_parameters") is not None else "rope_scaling"
     rope = given.get(key) or {}
     if not isinstance(rope, dict):
-        raise SchemaError(f"an object is wanted, not {describe(rope)}", pointer("", key))
+        raise SchemaError(f"must be an object, not {describe(rope)}", pointer("", key))
     rope = {name: value for name, value in rope.items() if value is not None}
     theta = rope.pop("rope_theta", given.get("rope_theta", 10_000.0))
     kinds = [rope.pop(name) for name in ("rope_type", "type") if name in rope] or ["default"]
@@ -137,7 +140,7 @@ def _rotary(given: Mapping[str, Any]) -> tuple[object, dict[str, object] | None]
                           pointer("", key))
     if "original_max_position_embeddings" in rope:
         rope["original_context"] = rope.pop("original_max_position_embeddings")
-    ROPE_SCALING_SHAPE.parse({"kind": kinds[0], **rope}, pointer("", key))  # the path as the file has it
+    ROPE_SCALING_SHAPE.parse({"kind": kinds[0], **rope}, pointer("", key))  # an error points at the file's own key
     return theta, {"kind": kinds[0], **rope}
 
 
@@ -145,7 +148,7 @@ def _rotary(given: Mapping[str, Any]) -> tuple[object, dict[str, object] | None]
 
 
 def _tensors(folder: Path, progress: Progress) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of every file. What the index says is where, must be there, and nothing else."""
+    """Every tensor of every file. Each file must hold exactly the tensors that the index says."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         progress(f"reading {folder / 'model.safetensors'}")
@@ -157,16 +160,16 @@ def _tensors(folder: Path, progress: Progress) -> Iterator[tuple[str, Tensor]]:
         raise SchemaError(f"{index}: {error.problem}", error.path) from None
     for file in counted(sorted(set(where.values())), progress, f"reading {folder.name}"):
         if Path(file).name != file or file in (".", ".."):
-            raise SchemaError(f"{index}: {file!r} is no file name in this folder", "/weight_map")
+            raise SchemaError(f"{index}: {file!r} is not the name of a file in this folder", "/weight_map")
         found = read_safetensors(folder / file)
-        wanted = {name for name, place in where.items() if place == file}
-        if wrong := wanted.symmetric_difference(found):
+        listed = {name for name, place in where.items() if place == file}
+        if wrong := listed.symmetric_difference(found):
             raise SchemaError(f"{index}: it does not agree with {file} on whether {min(wrong)} is there")
         yield from found.items()
 
 
 def _chat_template(folder: Path) -> str | None:
-    """The template that a folder has for chats, in the newer place or in the older one."""
+    """The folder's chat template, from the newer place or the older one."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         with open_checkpoint(path) as (file, size):

@@ -2,11 +2,12 @@
 
     text  --normalize-->  --split into words-->  --bytes as letters: " a" = "Ġa"-->  --merge pairs-->  tokens
 
-Llama 2's kind, SentencePiece, which folders may hold, too, is written otherwise: " a" = "▁a", a byte "<0x0A>".
+Folders may also hold SentencePiece, the kind of Llama 2, which writes its pieces differently: " a" = "▁a", and a byte
+as "<0x0A>".
 
-The package encodes. Decoding is ours, a table of the bytes behind each token, so that ``TextStream`` can show whole
-characters as they come. Text never becomes a control token: writing "<|im_end|>" ends no turn; ``control_token`` gives
-the number of one to whoever builds a prompt (``checkpoints/chat.py``).
+The package encodes. Decoding is done here, by a table of the bytes of each token, so that ``TextStream`` can show whole
+characters as they come. Text never becomes a control token: "<|im_end|>" in a text ends no turn. To build a prompt
+(``chat.py``), ``control_token`` gives the number of a control token.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ def _package() -> Any:
 
 
 class HfTokenizer(Tokenizer):
-    """A tokenizer of the package."""
+    """A tokenizer of the package ``tokenizers``."""
 
     def __init__(self, package_tokenizer: Any, config: ModelConfig, wants_bos: bool, chat_template: str | None = None,
                  sentencepiece: bool = False) -> None:
-        """``wants_bos``: a text may begin with the model's beginning of a sequence. ``sentencepiece``: how its pieces
-        are written. SchemaError for more tokens than the model has."""
+        """``wants_bos``: a text may begin with the model's beginning-of-sequence token. ``sentencepiece``: its pieces
+        are written in SentencePiece's way. SchemaError if there are more tokens than the model has."""
         self.vocab_size, self.eos_tokens = config.vocab_size, config.eos_tokens
         self.bos_token = config.bos_token if wants_bos else None
         self.chat_template = chat_template
         self._tokenizer = package_tokenizer
-        self._before_text = (None, config.bos_token) if sentencepiece else ()  # after these, a space is encode's own
+        self._before_text = (None, config.bos_token) if sentencepiece else ()  # a space after these was added by encode
         self._tokenizer.encode_special_tokens = True
         added = self._tokenizer.get_added_tokens_decoder()
         self._control = {token.content: number for number, token in added.items() if token.special}
@@ -68,7 +69,7 @@ class HfTokenizer(Tokenizer):
         self._bos_name = next((name for name, token in self._control.items() if token == self.bos_token), "")
 
     def control_token(self, name: str) -> int | None:
-        """The number of "<|im_end|>" and its kind."""
+        """The number of a control token such as "<|im_end|>"; None if there is none of that name."""
         return self._control.get(name)
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
@@ -81,7 +82,7 @@ class HfTokenizer(Tokenizer):
 
 
 def _letters_of_bytes() -> dict[str, int]:
-    """GPT-2's letter for each byte: itself where it can be printed, else the next from U+0100 on."""
+    """GPT-2's letter for each byte: the byte's own character if it can be printed, else the next one from U+0100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     further = count(256)
     return {chr(byte if byte in printable else next(further)): byte for byte in range(256)}
@@ -91,7 +92,7 @@ _BYTES = _letters_of_bytes()
 
 
 def _bytes_of(piece: str) -> bytes:
-    """The bytes behind the letters of a token; a token that is written otherwise is its own text."""
+    """The bytes that a token's letters stand for; a token that is not written in these letters is its own text."""
     try:
         return bytes([_BYTES[letter] for letter in piece])
     except KeyError:
@@ -108,7 +109,7 @@ def _sentencepiece_bytes(piece: str) -> bytes:
 
 
 def read_gguf_tokenizer(metadata: Mapping[str, Any], config: ModelConfig) -> HfTokenizer:
-    """The tokenizer that a GGUF file's metadata describe. SchemaError for a kind that is not known here."""
+    """The tokenizer that a GGUF file's metadata describe. SchemaError for a kind that is unknown here."""
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2":
         raise SchemaError(f"tokenizer.ggml.model is {kind!r}; only 'gpt2', byte-pair encoding of bytes, is known")
@@ -122,7 +123,7 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], config: ModelConfig) -> HfT
     if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
         raise SchemaError(f"tokenizer.ggml.tokens must be {len(types)} different texts, one for each of token_type")
     if wrong := [merge for merge in merges if len(merge) != 2]:
-        raise SchemaError(f"tokenizer.ggml.merges holds {' '.join(wrong[0])!r}, which is no pair")
+        raise SchemaError(f"tokenizer.ggml.merges holds {' '.join(wrong[0])!r}, which is not a pair")
     made = _byte_pair(tokens, merges, pre)
     added = {CONTROL: made.add_special_tokens, USER_DEFINED: made.add_tokens}
     for kind_of_token, add in added.items():
@@ -140,13 +141,13 @@ def _list(metadata: Mapping[str, Any], name: str, kind: type) -> list[Any]:
 
 
 def _byte_pair(tokens: Sequence[str], merges: Iterable[tuple[str, ...]], pre: str) -> Any:
-    """The package's tokenizer of a vocabulary and its merges, the eagerest first."""
+    """The package's tokenizer of a vocabulary and its merges, in the order of their priority."""
     package = _package()
     split = package.pre_tokenizers
     vocabulary = {text: token for token, text in enumerate(tokens)}
     try:
         made = package.Tokenizer(package.models.BPE(vocabulary, list(merges), ignore_merges=pre == "llama-bpe"))
-    except Exception as error:  # whatever the package finds wrong
+    except Exception as error:  # the package raises bare exceptions
         raise SchemaError(f"tokenizer.ggml.merges: {error}") from None
     if pre == "gpt-2":
         made.pre_tokenizer = split.ByteLevel(add_prefix_space=False)
@@ -166,8 +167,8 @@ def _byte_pair(tokens: Sequence[str], merges: Iterable[tuple[str, ...]], pre: st
 
 
 def read_folder_tokenizer(folder: Path, config: ModelConfig, chat_template: str | None = None) -> HfTokenizer:
-    """The tokenizer in a folder's tokenizer.json, less any cutting and padding it asks for. SchemaError for a kind
-    that is not known here."""
+    """The tokenizer in a folder's tokenizer.json, without truncation and padding. SchemaError for a kind that is
+    unknown here."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise SchemaError(f"{folder} has no tokenizer.json")
@@ -175,7 +176,7 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig, chat_template: str 
         made = _package().Tokenizer.from_file(str(path))
     except EngineError:
         raise
-    except Exception as error:  # whatever the package finds wrong
+    except Exception as error:  # the package raises bare exceptions
         raise SchemaError(f"{path}: {error}") from None
     made.no_truncation()
     made.no_padding()

@@ -1,4 +1,4 @@
-"""llama2.c's tokenizer file: byte-pair encoding over a vocabulary with scores."""
+"""M1 · llama2.c's tokenizer: byte-pair encoding over a vocabulary with scores, and the file it comes in."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from starter.errors import SchemaError
 
 UNKNOWN, BOS, EOS = 0, 1, 2  # fixed by llama2.c
 
-
 MAX_TOKENIZER_BYTES = 16 * 1024 * 1024
 
 
 class Llama2cTokenizer(Tokenizer):
     """Byte-pair encoding (Sennrich et al. 2016) as in SentencePiece and llama2.c.
 
-    ``pieces[token]`` is what a token stands for, "<0x0A>" being the byte 10; ``scores[token]`` how eagerly two
-    neighbours merge into it. Token 1 begins a sequence, token 2 ends one; llama2.c's stories are delimited by token 1
-    alone, so both end a generation.
+    ``pieces[token]`` is the text of a token ("<0x0A>" is the byte 10). Of all neighbours that could merge, those whose
+    union has the highest ``scores[token]`` merge first. Token 1 begins a sequence and token 2 ends one; llama2.c's
+    stories are separated by token 1 alone, so both end a generation. SchemaError if some text cannot be encoded.
     """
 
     bos_token: int | None = BOS
@@ -34,29 +33,30 @@ class Llama2cTokenizer(Tokenizer):
             raise SchemaError(f"every one of the {len(pieces)} pieces needs one finite score")
         self.vocab_size = len(pieces)
         self._pieces, self._scores = pieces, scores
-        first = {piece: token for token, piece in reversed(list(enumerate(pieces)))}  # the first of equal pieces
+        first = {piece: token for token, piece in reversed(list(enumerate(pieces)))}  # of equal pieces the first
         names = [b"<0x%02X>" % byte for byte in range(256)]
         if missing := [name.decode() for name in [*names, b" "] if name not in first]:
             raise SchemaError(f"the vocabulary has no piece {missing[0]!r}, without which some texts cannot be encoded")
         self._bytes = [first[name] for name in names]
-        # What text may become. Control tokens and bytes' names are left out: writing "<0x0A>" must not be a new line.
+        # The tokens that text may become: not control tokens, nor the names of bytes ("<0x0A>" is no line break).
         reserved = {UNKNOWN, BOS, EOS, *self._bytes}
         self._tokens = {piece: token for piece, token in first.items() if token not in reserved}
         self._bos_name = pieces[BOS].decode("utf-8", "replace").strip()
         meaning = {name: bytes([byte]) for byte, name in enumerate(names)}
         shown = [b"" if token in (BOS, EOS) else meaning.get(piece, piece) for token, piece in enumerate(pieces)]
         self._shown = list(map(text_or_bytes, shown))
-        self._opening = [text_or_bytes(added[1:] if piece.startswith(b" ") else added)  # that space is encode's own
+        self._opening = [text_or_bytes(added[1:] if piece.startswith(b" ") else added)  # that space was added by encode
                          for piece, added in zip(pieces, shown)]
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
-        """As ``Tokenizer.encode``: a space, then the characters, then merges. O(n log n) in the length of the text."""
+        """As ``Tokenizer.encode``: a space is put before the text, then tokens of characters are merged. O(n log n) in
+        the length of the text."""
         start = text_start(text, self._bos_name)
         tokens = self._merge(self._characters(" " + text[start:])) if len(text) > start else []
         return [BOS, *tokens] if bos or start else tokens
 
     def _characters(self, text: str) -> list[int]:
-        """A token for each character or, where it has none, for each of its bytes."""
+        """A token for each character or, if it has none, for each of its bytes."""
         tokens = []
         for piece in map(str.encode, text):
             tokens += [self._tokens[piece]] if piece in self._tokens else [self._bytes[byte] for byte in piece]
@@ -65,8 +65,8 @@ class Llama2cTokenizer(Tokenizer):
     def _merge(self, tokens: list[int]) -> list[int]:
         """Replace the neighbours with the best-scored union, the leftmost of equals, until none is in the vocabulary.
 
-        A token stays at the index of its first character; ``after`` and ``before`` link the indices still in use.
-        The heap may hold pairs that are no more: they are recognized when they come up.
+        A token keeps the index of its first character; ``after`` and ``before`` link the indices still in use. The heap
+        may hold pairs that no longer exist; they are skipped when they come up.
         """
         size = len(tokens)
         after, before = list(range(1, size + 1)), list(range(-1, size - 1))
@@ -84,7 +84,7 @@ class Llama2cTokenizer(Tokenizer):
         while heap:
             _, i, left, right, union = heappop(heap)
             j = after[i]
-            if tokens[i] != left or tokens[j] != right:  # as long as the left one stands, it has a right neighbour
+            if tokens[i] != left or tokens[j] != right:  # an unmerged left one still has a right one
                 continue
             tokens[i], tokens[j] = union, -1  # -1: merged into its left neighbour
             after[i] = after[j]
@@ -100,10 +100,10 @@ class Llama2cTokenizer(Tokenizer):
 
 
 def read_llama2c_tokenizer(path: str | Path, vocab_size: int) -> Llama2cTokenizer:
-    """llama2.c's tokenizer file: the int32 length of the longest piece, then for each token its float32 score,
-    the int32 length of its piece, and the piece; little-endian. How many tokens there are, only the model says.
+    """Read a tokenizer file: the int32 length of the longest piece, then for each token its float32 score, the int32
+    length of its piece, and the piece; little-endian. The number of tokens is in the model file only.
 
-    One SchemaError that names the file for anything malformed. O(file).
+    SchemaError that names the file for anything malformed. O(file).
     """
     with open_checkpoint(path) as (file, size):
         if size > MAX_TOKENIZER_BYTES:

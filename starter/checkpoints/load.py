@@ -1,4 +1,4 @@
-"""From a checkpoint on disk to a model that can compute, and its tokenizer."""
+"""Optional · From a path to a model on a backend, and its tokenizer: the format is found out by looking."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from starter.checkpoints.llama2c_tokenizer import read_llama2c_tokenizer
 from starter.errors import RequestError
 from starter.model import Loaded, Model, about_weights, quantization_config
 
-STORED = "stored"  # a checkpoint's matrices as the codes that its file holds
+STORED = "stored"  # quantization that keeps the codes of a GGUF file
 
 
 def load_checkpoint_model(path: str | Path, backend: str | Backend, quantization: object = None,
                           progress: Progress = lambda text: None) -> Loaded:
-    """The model and tokenizer of a llama2.c file with its tokenizer beside it, or of the folder that holds both; of a
-    GGUF file, or of the folder that holds one; or of a folder as Hugging Face has it. ``quantization`` STORED keeps a
-    GGUF file's own codes. ``progress`` is told, now and then, what is being done."""
+    """The model and the tokenizer in ``path``, which is one of these:
+
+        a GGUF file, or a folder with one GGUF file
+        a folder from Hugging Face
+        a llama2.c model file with its tokenizer beside it, or a folder with both
+
+    ``quantization`` STORED keeps the codes of a GGUF file. ``progress`` gets a line now and then. SchemaError that
+    names the file for anything malformed or unknown; RequestError for STORED without a GGUF file. O(file)."""
     stored = quantization == STORED
-    made, config = load_backend(backend), quantization_config(None if stored else quantization)  # wrong ones show now
+    made, config = load_backend(backend), quantization_config(None if stored else quantization)  # fails before a read
     checkpoint = read_checkpoint(Path(path), progress, stored)
     progress(f"loading {checkpoint.name} into backend {made.name}")
     model = Model(checkpoint.config, checkpoint.weights, made, config)
@@ -32,7 +37,7 @@ def load_checkpoint_model(path: str | Path, backend: str | Backend, quantization
 
 
 def read_checkpoint(path: Path, progress: Progress, codes: bool = False) -> Checkpoint:
-    """By what the path is."""
+    """The checkpoint in a file or folder, in whichever of the three formats it is."""
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
     folder = (path / "config.json").is_file()
     if not folder and len(files) == 1 and files[0].is_file() and _begins_with(files[0], b"GGUF"):

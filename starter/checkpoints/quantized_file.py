@@ -1,17 +1,17 @@
-"""M5 · Quantized matrices in a safetensors file: written once, loaded without the floats they came from.
+"""M5 · Quantized matrices in a safetensors file, so that they can be loaded without the floats they were made from.
 
-A matrix "w" of R rows, G groups a row and B packed bytes a row is two or three tensors and a note in the metadata:
+A matrix "w" of R rows, with G groups and B packed bytes in a row, is two or three tensors and a note in the metadata:
 
-    w                U8          [R, B]     the packed codes, as ``quantization.py`` draws them
-    w.scales         F32, F64    [R, G]
-    w.zero_points    I16, I64, F32 [R, G]   only where asymmetric
+    w                U8               [R, B]     the packed codes (``quantization.py``)
+    w.scales         F32, F64         [R, G]
+    w.zero_points    I16, I64, F32    [R, G]     only if asymmetric
     __metadata__     "quantized": {"w": {"shape": [R, columns], "bits": 4, "group_size": 32, "symmetric": true}}
 
     write_quantized("tiny.int4.safetensors", {"w": quantize(rows, QuantizationConfig(4))})
     read_quantized("tiny.int4.safetensors")["w"]
 
-Any safetensors library reads such a file. Nothing in it is trusted: sizes are compared by ``checkpoints/safetensors.py``, the parts
-of a matrix with each other by ``QuantizedTensor``.
+Any safetensors library reads such a file. Nothing in it is trusted: ``safetensors.py`` checks the sizes, and
+``QuantizedTensor`` checks that the parts of a matrix fit together.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from starter.base.strict_json import Boolean, Integer, ListOf, MapOf, Nullable, Record, parse_json
+from starter.base.weights import little_endian
 from starter.checkpoints.safetensors import RawTensor, read_raw, write_raw
 from starter.errors import QuantizationError, SchemaError
-from starter.quantization import ZERO_POINT_FORMAT, QuantizedTensor, little_endian
+from starter.quantization import ZERO_POINT_FORMAT, QuantizedTensor
 
 _NOTE = "quantized"
 _DTYPES = {"f": "F32", "d": "F64", "h": "I16", "q": "I64"}
@@ -36,7 +37,7 @@ _TYPECODES = {dtype: typecode for typecode, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class _Form:
-    """What the bytes alone do not tell."""
+    """What the tensors of the file do not say about a matrix."""
 
     shape: tuple[int, int]
     bits: int
@@ -54,8 +55,8 @@ _FORMS = MapOf(Record(_Form, {
 
 def write_quantized(path: str | Path, tensors: Mapping[str, QuantizedTensor],
                     metadata: Mapping[str, str] | None = None) -> None:
-    """Write matrices by name, with notes of any other key. O(bytes). SchemaError, and no file, where two names would
-    be one: "w" beside a matrix called "w.scales"."""
+    """Write matrices by name, and further ``metadata``. O(bytes). SchemaError, and no file, if two tensors would have
+    the same name, as with a matrix "w" and another one called "w.scales"."""
     parts: dict[str, RawTensor] = {}
     for name, q in tensors.items():
         for part, raw in _parts(name, q):
@@ -67,8 +68,8 @@ def write_quantized(path: str | Path, tensors: Mapping[str, QuantizedTensor],
 
 
 def read_quantized(path: str | Path) -> dict[str, QuantizedTensor]:
-    """All matrices of a file. O(bytes). SchemaError that names the file and the matrix for anything malformed,
-    missing, contradictory or left over."""
+    """All matrices of a file. O(bytes). SchemaError that names the file and the matrix if anything is malformed,
+    missing, contradictory or superfluous."""
     metadata, parts = read_raw(path)
     if _NOTE not in metadata:
         raise SchemaError(f"{path}: the metadata have no note {_NOTE!r}; read_safetensors reads files of floats")

@@ -1,17 +1,17 @@
-"""M1 · Read and write safetensors files, the plain container most checkpoints come in.
+"""M1 · Read and write safetensors files, the simple container that most checkpoints come in.
 
     8 bytes   size of the header, unsigned, little-endian
     header    JSON: {"__metadata__": {"text": "text"},
                      "model.norm.weight": {"dtype": "F32", "shape": [64], "data_offsets": [0, 256]}, ...}
     data      the tensors, row after row, little-endian; offsets count from here
 
-The tensors must cover the data exactly: no overlap, no gap, nothing behind. A file is hostile until proven
-otherwise, so nothing that it claims is allocated before it was compared with the file's real size.
+The tensors must cover the data exactly: no overlap, no gap, nothing after the last. Nothing in a file is trusted: every
+size that it claims is compared with the file's real size before memory is allocated.
 
     weights = read_safetensors("model.safetensors")          # F32, F16 and BF16 all become float32
     write_safetensors("half.safetensors", weights, "BF16")   # rounded to nearest, ties to even
 
-``read_raw`` and ``write_raw`` leave the numbers as bytes, whatever their format: ``checkpoints/quantized_file.py`` needs that.
+``read_raw`` and ``write_raw`` leave the numbers as bytes, whatever their format, for ``quantized_file.py``.
 
 Format: https://github.com/huggingface/safetensors (README, "Format").
 """
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from starter.base.strict_json import Integer, ListOf, MapOf, OneOf, Record, Text, parse_json, pointer
-from starter.base.weights import Tensor, Weights, check_finite, float32_array, float32_bytes
+from starter.base.weights import Tensor, Weights, check_finite, float32_array, little_endian
 from starter.checkpoints.files import float16_array, open_checkpoint, replace_file
 from starter.errors import SchemaError
 
@@ -50,8 +50,8 @@ def _encode_f16(values: array[float]) -> bytes:
 
 
 def _encode_bf16(values: array[float]) -> bytes:
-    # bfloat16 is the upper half of a float32. Adding half a unit, less one bit where the upper half is even, and
-    # cutting off rounds to nearest, ties to even; the carry may run into the exponent, where it is right too.
+    # bfloat16 is the upper half of a float32. Adding half a unit (one bit less if the upper half is even) and cutting
+    # off the lower half rounds to nearest, ties to even. A carry into the exponent is right, too.
     words = array("I", values.tobytes())
     return struct.pack(f"<{len(words)}H", *[(word + 0x7FFF + (word >> 16 & 1)) >> 16 for word in words])
 
@@ -63,7 +63,7 @@ def _decode_bf16(raw: bytes) -> array[float]:
 
 
 _DTYPES = {
-    "F32": _Dtype(4, inf, float32_bytes, float32_array),
+    "F32": _Dtype(4, inf, little_endian, float32_array),
     "F16": _Dtype(2, 65_520.0, _encode_f16, float16_array),
     "BF16": _Dtype(2, 2.0**128 - 2.0**119, _encode_bf16, _decode_bf16),
 }
@@ -75,7 +75,7 @@ _SIZES = {**{name: form.size for name, form in _DTYPES.items()}, "F64": 8, "I64"
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a tensor lies."""
+    """Where a tensor is."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -108,7 +108,7 @@ def _layout(header: Mapping[str, object], data_size: int) -> list[tuple[str, _En
         path = pointer("", name) + "/data_offsets"
         if start != covered:
             fault = "overlaps the tensor before it" if start < covered else "leaves a gap"
-            raise SchemaError(f"starts at {start}, which {fault}; {covered} is wanted", path)
+            raise SchemaError(f"starts at {start}, which {fault}; {covered} is expected", path)
         if end - start != entry.nbytes:
             raise SchemaError(f"has {end - start} bytes, but {entry.dtype} of shape {list(entry.shape)} takes "
                               f"{entry.nbytes}", path)
@@ -143,7 +143,7 @@ def _parse_header(raw: bytes) -> dict[str, object]:
 
 
 def _read_header(file: BinaryIO, file_size: int) -> tuple[dict[str, str], list[tuple[str, _Entry]]]:
-    """The metadata and the tensors of a file, which is left at the first byte of the data."""
+    """The metadata, and where the tensors are. The file is left at the first byte of the data."""
     header_size = _header_size(file.read(8), file_size)
     header = _parse_header(file.read(header_size))
     entries = _layout(header, file_size - 8 - header_size)
@@ -154,7 +154,7 @@ def _read_header(file: BinaryIO, file_size: int) -> tuple[dict[str, str], list[t
 
 
 def read_safetensors(path: str | Path) -> dict[str, Tensor]:
-    """All tensors of a file as float32. One SchemaError that names the file for anything malformed. O(file)."""
+    """All tensors of a file as float32. SchemaError that names the file for anything malformed. O(file)."""
     with open_checkpoint(path) as (file, size):
         _, entries = _read_header(file, size)
         for name, entry in entries:
@@ -169,7 +169,7 @@ def write_safetensors(path: str | Path, weights: Weights, dtype: str = "F32",
                       metadata: Mapping[str, str] | None = None) -> None:
     """Write all tensors, in the order of their names, as ``dtype``: "F32", "F16" or "BF16". O(numbers).
 
-    SchemaError, and no file, for a number that is not finite or beyond the dtype's range.
+    SchemaError, and no file, if a number is not finite or is beyond the range of the dtype.
     """
     form = _DTYPES[OneOf(tuple(_DTYPES)).parse(dtype, "/dtype")]
     if "__metadata__" in weights:
@@ -179,7 +179,7 @@ def write_safetensors(path: str | Path, weights: Weights, dtype: str = "F32",
     for name in sorted(weights):
         start, end = end, end + len(weights[name].values) * form.size
         header[name] = {"dtype": dtype, "shape": list(weights[name].shape), "data_offsets": [start, end]}
-    _layout(header, end)  # what the reader would refuse is not written
+    _layout(header, end)  # never writes what the reader would refuse
     replace_file(path, _chunks(header, weights, form))
 
 
@@ -207,7 +207,7 @@ def _header_bytes(header: Mapping[str, object]) -> bytes:
 
 
 class RawTensor(NamedTuple):
-    """A tensor's numbers as they lie in the file: F32, F16, BF16, F64, I64, I16 or U8, little-endian."""
+    """A tensor's numbers as the bytes of the file: F32, F16, BF16, F64, I64, I16 or U8, little-endian."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -17,7 +17,7 @@ from starter.base.weights import (
     check_digest,
     check_weights,
     float32_array,
-    float32_bytes,
+    little_endian,
     seeded_weights,
     tensor_shapes,
     weights_digest,
@@ -193,10 +193,10 @@ class DigestTest(unittest.TestCase):
 
     def test_bytes_are_swapped_where_the_machine_is_big_endian(self) -> None:
         values = array("f", [1.5, -2.0])
-        bits = float32_bytes(values)
+        bits = little_endian(values)
         self.assertEqual(bits, struct.pack("<2f", 1.5, -2.0))
         with mock.patch("sys.byteorder", "big"):  # this machine plays the other kind: everything comes out swapped
-            self.assertEqual(float32_bytes(values), struct.pack(">2f", 1.5, -2.0))
+            self.assertEqual(little_endian(values), struct.pack(">2f", 1.5, -2.0))
             self.assertEqual(float32_array(struct.pack(">2f", 1.5, -2.0)), values)
         self.assertEqual(values.tolist(), [1.5, -2.0])
 

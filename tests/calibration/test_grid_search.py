@@ -1,4 +1,4 @@
-"""starter/quantization.py: what the search for the least squared error promises, whatever the group and the importance."""
+"""The search for the least squared error: what it promises for every group and every importance."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from array import array
 from fractions import Fraction
 
 from starter.base.model_config import QuantizationConfig
+from starter.calibration.grid_search import squared_error
 from starter.errors import QuantizationError
 from starter.quantization import Grid, QuantizedTensor, quantize
 from tests.test_quantization import FORMATS, KINDS, cut, draw_rows
@@ -138,8 +139,8 @@ class GridPoints(unittest.TestCase):
         grid = Grid(0.5, -2, 2)
         numbers = [-5.0, -1.0, -0.8, 0.0, 0.2, 0.3, 1.2, 9.0]
         self.assertEqual(grid.nearest(numbers), [-2, -2, -2, 0, 0, 1, 2, 2])
-        self.assertAlmostEqual(grid.error(numbers, [1.0] * 8), 16 + 0.04 + 0.04 + 0.04 + 0.04 + 64)
-        self.assertAlmostEqual(grid.error([-5.0, 1.2], [0.5, 10.0]), 8 + 0.4)
+        self.assertAlmostEqual(squared_error(grid, numbers, [1.0] * 8), 16 + 0.04 + 0.04 + 0.04 + 0.04 + 64)
+        self.assertAlmostEqual(squared_error(grid, [-5.0, 1.2], [0.5, 10.0]), 8 + 0.4)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""starter/checkpoints/gguf.py: files written here byte by byte, by llama.cpp's package, and every way to be malformed."""
+"""gguf.py: files written here byte by byte, by llama.cpp's package, and every way to be malformed."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Refusing(FileCase):
             self.refused(gguf_file(counts=(0, 1), tail=text("key", size) + bytes(20)))
 
     def test_keys_and_values(self) -> None:
-        self.refused(gguf_file([("k", 1), ("k", 2)]), "k, stands twice")
+        self.refused(gguf_file([("k", 1), ("k", 2)]), "k, occurs twice")
         self.refused(gguf_file([("", 1)]), "has 0 bytes")
         self.refused(gguf_file([("k" * 70_000, 1)]), "has 70000 bytes")
         self.refused(gguf_file([(b"\xff", 1)]), "not UTF-8")
@@ -143,16 +143,16 @@ class Refusing(FileCase):
             self.refused(gguf_file({"general.alignment": given}, [MATRIX]), "general.alignment must be a power of two")
 
     def test_tensors(self) -> None:
-        self.refused(gguf_file((), [MATRIX, MATRIX]), "m, stands twice")
+        self.refused(gguf_file((), [MATRIX, MATRIX]), "m, occurs twice")
         self.refused(gguf_file((), [("", (1,), "F32", floats(1))]), "has 0 bytes")
         for shape in ((), (1,) * 5):
             self.refused(gguf_file((), [("t", shape, "F32", floats(1))]), f"{len(shape)} dimensions")
         self.refused(gguf_file((), [("t", (2, 0), "F32", b"")]), "no dimension can be 0")
         self.refused(gguf_file((), [("t", (1,), 12, bytes(144))]), "Q4_K", "Q8_0")
         self.refused(gguf_file((), [("t", (1,), 4_000, bytes(4))]), "4000, which is unknown")
-        self.refused(gguf_file((), [("t", (2, 48), "Q4_0", bytes(54))]), "no whole blocks of Q4_0")
+        self.refused(gguf_file((), [("t", (2, 48), "Q4_0", bytes(54))]), "not whole blocks of Q4_0")
         for offset in (0, 1, 33, 64, 2**64 - 32):
-            self.refused(gguf_file((), [MATRIX, VECTOR], offsets={"v": offset}), f"start at {offset}; 32 is wanted")
+            self.refused(gguf_file((), [MATRIX, VECTOR], offsets={"v": offset}), f"start at {offset}, not at 32")
 
     def test_sizes_that_would_overflow(self) -> None:
         """K107, K108: with 64 bits these would be small."""

@@ -1,4 +1,4 @@
-"""starter/checkpoints/gguf_blocks.py: blocks written by hand, random blocks against the definition and against llama.cpp's gguf."""
+"""gguf_blocks.py: blocks written by hand, random blocks against the definition and against llama.cpp's gguf."""
 
 from __future__ import annotations
 
@@ -139,12 +139,12 @@ class Refused(unittest.TestCase):
         data = random_blocks("Q8_0", random.Random(1), 2)
         for call, message in (
             (lambda: dequantize_blocks("Q5_K", data, 64), "'Q5_K'.* known are F16, BF16, Q8_0, Q4_0, Q4_1"),
-            (lambda: dequantize_blocks("Q8_0", data, 63), "63 numbers are no whole blocks of 32"),
+            (lambda: dequantize_blocks("Q8_0", data, 63), "63 numbers are not whole blocks of 32"),
             (lambda: dequantize_blocks("Q8_0", data[:-1], 64), "64 numbers in Q8_0 take 68 bytes, not 67"),
             (lambda: dequantize_blocks("F16", data[:7], 4), "4 numbers in F16 take 8 bytes, not 7"),
             (lambda: as_quantized_tensor("F16", data, 1, 34), "only Q8_0, Q4_0, Q4_1 hold codes, not 'F16'"),
             (lambda: as_quantized_tensor("Q4_1", half(1.0) + half(math.inf) + bytes(16), 1, 32), "zero points must be"),
-            (lambda: as_quantized_tensor("Q8_0", data, 4, 16), "16 numbers are no whole blocks"),
+            (lambda: as_quantized_tensor("Q8_0", data, 4, 16), "16 numbers are not whole blocks"),
             (lambda: as_quantized_tensor("Q8_0", data, 3, 32), "96 numbers in Q8_0 take 102 bytes, not 68"),
             (lambda: as_quantized_tensor("Q8_0", b"", 0, 32), "at least 1 row"),
             (lambda: as_quantized_tensor("Q8_0", half(math.nan) + data[2:], 2, 32), "scale 0 .* not nan"),

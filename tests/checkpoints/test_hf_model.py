@@ -97,8 +97,8 @@ class Reading(Case):
         self.assertIn("2 of 2", said[-1])
         for change, words in (
                 ({"extra": "a.safetensors"}, "whether extra is there"), ({names[0]: "b.safetensors"}, names[0]),
-                ({names[0]: "c.safetensors"}, f"whether {names[0]}"), ({names[0]: "../x"}, "no file name"),
-                ({names[0]: ".."}, "no file name"), ({names[0]: 5}, "/weight_map/"), (None, "/weight_map")):
+                ({names[0]: "c.safetensors"}, f"whether {names[0]}"), ({names[0]: "../x"}, "not the name of a file"),
+                ({names[0]: ".."}, "not the name of a file"), ({names[0]: 5}, "/weight_map/"), (None, "/weight_map")):
             with self.subTest(change=change):
                 self.write("model.safetensors.index.json", {"weight_map": change and {**where, **change}})
                 self.refused(words)
