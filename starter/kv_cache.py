@@ -26,11 +26,12 @@ Promises, each a property in tests/test_kv_cache.py:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from .base.wings import picture
 from .errors import EngineError, OutOfPagesError, PoolTooSmallError, RequestError, StaleHandleError
@@ -244,46 +245,50 @@ class PagePool:
 
 # ----------------------------------------------------------------------------------------- the numbers inside the pages
 
-#: M2 · The simplest storage behind the pages: what a page manager uses that is given no other.
-#:
-#: The backends bring stores of their own (``ReferenceKVStore`` and others), which the decoder reads in its own form; all of
-#: them are a ``backend.KVStore``.
 
-
-class KVStore(Protocol):
-    """The numbers inside the pages. The page manager says which page; the store never asks whose it is.
+class KVStore(ABC):
+    """The numbers inside the pages, in a form of its own: each backend has a store that its attention reads. The page
+    manager says which page; the store does not know which request that belongs to.
 
     A token's key is ``width`` = layers * kv_heads * head_width numbers, layer after layer; its value likewise.
 
-    A store on a device may have ``reserve_tails(count)``, which is told for how many tails to take memory, or refuses.
+    Int8 pages also have *tails* (``backends/int8_pages.py``): the float keys of a page that is being filled. For pages
+    of floats the defaults are right.
     """
 
     width: int
     page_bytes: int  # of one page, keys and values of all layers
-    tail_bytes: int  # held besides a page until it is settled; 0 for pages of floats
-    peak_tails: int  # the most of these held at a time
+    tail_bytes: int = 0  # of one tail
+    peak_tails: int = 0  # the most tails held at a time
 
+    @abstractmethod
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
         """Put one token's key and value into a slot."""
 
+    @abstractmethod
     def read(self, page: int, offset: int) -> tuple[list[float], list[float]]:
         """The key and the value in a slot."""
 
+    @abstractmethod
     def copy_page(self, source: int, target: int, origin: Any = None) -> None:
         """Copy all slots of a page, for copy-on-write; from the pages of another store of the same kind and shape
         (``origin``) when swapping."""
 
-    def settle(self, page: int) -> None:
-        """The page is full and will not be computed again, or nobody uses it: drop what was kept besides it."""
+    def reserve_tails(self, count: int) -> None:
+        """Take the memory of ``count`` tails now. BackendError if there is too little."""
+        return  # by default a tail takes its memory when it is opened, if there are tails at all
+
+    def drop_tail(self, page: int) -> None:
+        """The page is full and will not be computed again, or it has no user any more: its tail is not needed."""
+        return  # by default there is none
 
 
-class PlainStore:
-    """The simplest store: a dictionary from slot to the (key, value) last written there."""
+class PlainStore(KVStore):
+    """The simplest store, for a page manager without a model: (key, value) by the slot that they were written to."""
 
     def __init__(self, page_size: int, width: int) -> None:
         self.page_size, self.width = page_size, width
         self.page_bytes = 2 * 8 * page_size * width  # doubles
-        self.tail_bytes = self.peak_tails = 0
         self._slots: dict[int, tuple[list[float], list[float]]] = {}
 
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
@@ -298,9 +303,6 @@ class PlainStore:
         for offset in range(self.page_size):
             if source * self.page_size + offset in slots:
                 self.write(target, offset, *slots[source * self.page_size + offset])
-
-    def settle(self, page: int) -> None:
-        """Nothing is kept besides the page."""
 
 
 # --------------------------------------------------------------------------------------------------------- block tables
@@ -553,7 +555,7 @@ class KVCacheManager:
             for i in range(first, self.pages_for(token_count)):
                 self._pool.set_fill(table.pages[i], min(page_size, token_count - i * page_size))
             for page in table.pages[first:last]:
-                self.store.settle(page)
+                self.store.drop_tail(page)
         table.length = token_count
         if self.prefix_sharing and tokens is not None:
             self._publish(table, tokens)
@@ -673,14 +675,14 @@ class KVCacheManager:
         pool = pool or self._pool
         pool.drop(page)
         if not pool.refcounts[page]:
-            (store or self.store).settle(page)
+            (store or self.store).drop_tail(page)
 
     def settle_unused(self, pages: Iterable[int]) -> None:
         """A step has computed in these pages: what a store kept for its rows goes, where nobody uses the page (any
         more: a request may be cancelled by another thread while it is computed)."""
         for page in pages:
             if not self._pool.refcounts[page]:
-                self.store.settle(page)
+                self.store.drop_tail(page)
 
     def _open(self, table: _Table) -> KVHandle:
         table.pool = self._pool
