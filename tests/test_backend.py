@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from unittest import mock
 
 from starter.backend import Backend, ReferenceBackend, ReferenceKVStore, load_backend
-from starter.engine import tokens_of
 from starter.errors import BackendError, MissingWingError
 from starter.kv_cache import KVStore, PlainStore
 from tests.extras import needs
@@ -65,17 +64,18 @@ class OperationsTest(unittest.TestCase):
                     made()
 
     def test_a_backend_that_inherits_from_nothing_gets_the_defaults(self) -> None:
-        """And serves the same tokens: with swapping, which asks it for a store on the host."""
+        """And serves the same text: with swapping, which asks it for a store on the host."""
         options: dict[str, object] = dict(page_size=2, num_pages=12, host_pages=40, preemption="swap")
         outcomes = []
         for backend in (ReferenceBackend(), StandAlone()):
             engine = make_engine(load_backend(backend), **options)  # type: ignore[arg-type]
             streams = [engine.submit((1 + i, 2, 3), 9) for i in range(4)]
             engine.run()
-            tokens = [tokens_of(list(stream)) for stream in streams]
-            outcomes.append((tokens, engine.kv.stats().swaps_out > 0, engine.model.working_bytes))
+            texts = ["".join(stream) for stream in streams]
+            outcomes.append((texts, engine.kv.stats().swaps_out > 0, engine.model.working_bytes))
         self.assertEqual(*outcomes)
         self.assertTrue(outcomes[0][1])
+
 
 @needs("numpy", "numpy")
 class NumpyOperationsTest(unittest.TestCase):
