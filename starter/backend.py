@@ -249,7 +249,8 @@ def load_backend(backend: str | Backend = "auto", **options: Any) -> Backend:
     if options and backend != "cuda":
         raise BackendError(f"{', '.join(options)} can be chosen for backend 'cuda' only, not for {backend!r}")
     if not isinstance(backend, str):
-        return _completed(backend)
+        _complete(backend)
+        return backend
     if backend == "auto":
         backend = "numpy" if find_spec("numpy") else "cpu"
     if backend not in _BACKENDS:
@@ -270,16 +271,14 @@ def _make(place: str, backend: str, options: dict[str, Any]) -> Backend:
     return made
 
 
-def _completed(backend: Any) -> Backend:
-    """A ready backend. One whose class does not inherit from ``Backend`` gets the defaults that it lacks; BackendError
-    names the operations that are missing and have no default."""
+def _complete(backend: object) -> None:
+    """Give a ready backend whose class does not inherit from ``Backend`` the defaults that it lacks. BackendError names
+    the operations that are missing and have no default."""
     lacking = [name for name in vars(Backend) if name[0] != "_" and not hasattr(backend, name)]
     if missing := [name for name in lacking if name in Backend.__abstractmethods__]:
         raise BackendError(f"{backend!r} is no backend: it has no {', '.join(missing)}")
     for name in lacking:
         setattr(backend, name, MethodType(getattr(Backend, name), backend))
-    completed: Backend = backend
-    return completed
 
 
 # ------------------------------------------------------------------------------------------ the reference backend

@@ -108,7 +108,7 @@ class Model:
             x = b.add(x, b.linear(layer.down, b.swiglu(gate, up)))
         if not batch.logit_rows:
             return []
-        last = b.norm(b.pick(x, batch.logit_rows), self.final_norm, config.norm_eps)  # [wanted, width]
+        last = b.norm(b.pick(x, batch.logit_rows), self.final_norm, config.norm_eps)  # [due, width]
         return b.logits(b.linear(self.head, last))
 
     def forward_uncached(self, tokens: Sequence[int]) -> list[float]:

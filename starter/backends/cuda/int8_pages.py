@@ -114,12 +114,12 @@ class CudaInt8KVStore(TailedStore):
         rows = len(batch.tokens)
         own = [tail for page, part in zip(owned, parts) for tail in [tails[page]] * part.count]
         full = [part.first_row + part.count - 1 for part in parts if part.end % self.page_size == 0]
-        pages, besides = send(batch, self.device, self.layers, [*own, *full])
+        pages, tails_and_full = send(batch, self.device, self.layers, [*own, *full])
         cells = kernels.Int8Pages()
         for name in ARRAYS:
             setattr(cells, name, getattr(self, name))
-        cells.tails, cells.own = self.pool, besides[:rows]
-        return pages, cells, besides[rows:] if full else None
+        cells.tails, cells.own = self.pool, tails_and_full[:rows]
+        return pages, cells, tails_and_full[rows:] if full else None
 
     # --------------------------------------------------------------------------------------------- pages
 

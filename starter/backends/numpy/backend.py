@@ -114,12 +114,12 @@ class FastNumpyBackend(NumpyBackend):
 
     def logits(self, x: Array) -> Sequence[Sequence[float]]:
         best = x.argmax(axis=1)                                     # of equals, the first; of NaN, if there is one
-        highest = x[np.arange(len(x)), best]                                        # [wanted]
+        highest = x[np.arange(len(x)), best]                                        # [rows]
         if not isfinite(sum(highest.tolist())):  # the sampler reports the row that is not finite
             return [row.tolist() if not isfinite(row.max()) else self.logits(row[None])[0] for row in x]
         with np.errstate(over="ignore"):  # from one end of float32 to the other
             below = x - highest[:, None]
-        sums = np.exp(below, out=below).dot(ones(x.shape[1]))                       # [wanted, 1]
+        sums = np.exp(below, out=below).dot(ones(x.shape[1]))                       # [rows, 1]
         return [Logits(Choice(token, -log(total)), row)
                 for token, total, row in zip(best.tolist(), sums.ravel().tolist(), x)]
 
