@@ -65,7 +65,7 @@ class OperationsTest(unittest.TestCase):
 
     def test_a_backend_that_inherits_from_nothing_gets_the_defaults(self) -> None:
         """And serves the same text: with swapping, which asks it for a store on the host."""
-        options: dict[str, object] = dict(page_size=2, num_pages=12, host_pages=40, preemption="swap")
+        options: dict[str, object] = {"page_size": 2, "num_pages": 12, "host_pages": 40, "preemption": "swap"}
         outcomes = []
         for backend in (ReferenceBackend(), StandAlone()):
             engine = make_engine(load_backend(backend), **options)  # type: ignore[arg-type]
@@ -105,8 +105,8 @@ class LoadTest(unittest.TestCase):
     def test_a_backend_whose_module_is_not_here(self) -> None:
         """As in a student's project."""
         with mock.patch.dict("starter.backend._BACKENDS", gone=(("no_such_wing.module.Gone",), None, None)):
-            self.assertRaisesRegex(MissingWingError, "backend 'gone' needs the package starter/no_such_wing, which this",
-                                   load_backend, "gone")
+            says = "backend 'gone' needs the package starter/no_such_wing, which this"
+            self.assertRaisesRegex(MissingWingError, says, load_backend, "gone")
 
     def test_the_plainer_one_where_a_wing_was_deleted(self) -> None:
         places = ("no_such_wing.module.Gone", "backend.ReferenceBackend")

@@ -83,7 +83,8 @@ class PlainNumpyBackendTest(unittest.TestCase):
     def test_int8_pages_are_refused(self) -> None:
         config = random_config(random.Random(1))
         model = Model(config, seeded_weights(config, 1), self.backend)
-        with self.assertRaisesRegex(BackendError, "^the plain NumPy backend keeps pages of floats only, .*backends/numpy"):
+        says = "^the plain NumPy backend keeps pages of floats only, and int8 pages need the package starter.backends"
+        with self.assertRaisesRegex(BackendError, says):
             model.new_store(4, 4, "int8")
 
     def test_swiglu_of_extremes(self) -> None:
