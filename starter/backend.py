@@ -1,51 +1,41 @@
-"""M1 · What a backend must be able to do, and how one is found by name.
+"""M1 · One step laid flat, what a backend does with it, and the plainest backend there is.
 
-``model.py`` writes the decoder once, in these operations. A backend chooses how a hidden state (``Hidden``:
-one row of ``width`` numbers for each token of the batch), a matrix and the numbers inside the KV pages look in
-memory; nobody else looks inside. Shapes below: T rows of the batch, D width, H query heads of d numbers.
+``model.py`` writes the decoder once, in the operations of ``Backend``. A backend chooses how three things look in
+memory, and nothing else looks inside them: a hidden state (``Hidden``, a row of numbers for each token of the batch), a
+weight matrix, and the keys and values inside the KV pages.
 
-    reference   standard library, plain loops: the form to read, and the oracle of the others
-    cpu         standard library, products in lanes of long integers: several times faster
-    numpy       the same operations on arrays (extra ``numpy``)
-    cuda        the same as kernels on an NVIDIA GPU, or on the processor in its place (extra ``cuda``)
-    auto        numpy where it is installed, else cpu
+    reference   standard library, plain loops: ``ReferenceBackend`` below, the form to read and the oracle of the others
+    cpu         standard library, many products in one long integer: several times faster (``backends/lanes/``)
+    numpy       the same operations on arrays (``numpy_backend.py``; a faster one in ``backends/numpy/``)
+    cuda        the same as kernels on an NVIDIA GPU, or on the processor in its place (``backends/cuda/``)
+    auto        numpy if it is installed, else cpu
+
+Shapes in the docstrings: T rows of the batch, D width, H query heads and K key/value heads of d numbers each.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import accumulate, chain, product
 from math import cos, exp, sin, sqrt
 from operator import add, mul
-from typing import Any, NamedTuple, Protocol, Union
+from types import MethodType
+from typing import Any, NamedTuple, Union
 
-from .base.records import quick
-from .base.weights import Tensor
+from .base.weights import StoredWeights, Tensor
 from .base.wings import wing
 from .errors import BackendError, MissingWingError
 from .kv_cache import KVStore
 from .quantization import QuantizedTensor, dequantize, matvec, quantize
 from .schema import ModelConfig, QuantizationConfig
 
-# ------------------------------------------------------------------------------------------------------- one step, flat
-
-#: One step's work as the decoder sees it: tokens of several requests laid flat, and where their pages are.
-#:
-#:     request A decodes its token at position 9     request B prefills positions 0..2
-#:     (pages of 4 slots: A holds pages 5, 0, 7)     (B holds page 2)
-#:
-#:     row         0     1   2   3
-#:     tokens     [a9 ,  b0, b1, b2]
-#:     positions  [9  ,  0 , 1 , 2 ]
-#:     slots      [29 ,  8 , 9 , 10]      slot = page * page_size + position % page_size; A writes page 7, offset 1
-#:     spans      [A: row 0, end 10, pages (5, 0, 7)]  [B: rows 1-3, end 3, pages (2,)]
-#:     logit_rows [0, 3]                  only rows whose next token is wanted reach the output projection
-#:
-#: Nothing here depends on who shares the step: a row's numbers come from its own token, position and pages.
+# ------------------------------------------------------------------------------------------------ one step, laid flat
 
 
 class Piece(NamedTuple):
@@ -57,42 +47,50 @@ class Piece(NamedTuple):
     wants_logits: bool
 
 
-PlainPiece = tuple[Sequence[int], int, Sequence[int], bool]  # a Piece, or the same without the names
+PlainPiece = tuple[Sequence[int], int, Sequence[int], bool]  # a Piece, or a tuple of the same four
 
 
 class Span(NamedTuple):
-    """The rows of one request in a batch: rows first_row .. first_row + count - 1, positions end - count .. end - 1."""
+    """Where one request is in a batch: rows first_row .. first_row + count - 1, at positions end - count .. end - 1."""
 
     first_row: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    count: int  # type: ignore[assignment]  # hides the method ``tuple.count``
     end: int
     pages: Sequence[int]
     page_size: int
-
-    @property
-    def context(self) -> list[int]:
-        """Slots of positions 0 .. end - 1; the token at position p may look at the first p + 1. O(end)."""
-        return slots(self.pages, self.page_size, 0, self.end)
 
     @property
     def start(self) -> int:
         """Position of the first row."""
         return self.end - self.count
 
-
-_span = quick(Span)
+    @property
+    def context(self) -> list[int]:
+        """Slots of positions 0 .. end - 1; the token at position p may look at the first p + 1. O(end)."""
+        return slots(self.pages, self.page_size, 0, self.end)
 
 
 def slots(pages: Sequence[int], page_size: int, start: int, end: int) -> list[int]:
     """Slots of the positions start .. end - 1 of a block table. O(end - start)."""
-    first = start // page_size
-    found = [page * page_size + offset for page in pages[first:-(-end // page_size)] for offset in range(page_size)]
-    return found[start - first * page_size:end - first * page_size]
+    return [pages[position // page_size] * page_size + position % page_size for position in range(start, end)]
 
 
 @dataclass
 class Batch:
-    """Flat rows of all pieces, in their order."""
+    """One step's work as the decoder sees it: the tokens of several requests laid flat, and where their pages are.
+
+        request A decodes its token at position 9     request B prefills positions 0..2
+        (pages of 4 slots: A holds pages 5, 0, 7)     (B holds page 2)
+
+        row         0     1   2   3
+        tokens     [a9 ,  b0, b1, b2]
+        positions  [9  ,  0 , 1 , 2 ]
+        slots      [29 ,  8 , 9 , 10]      slot = page * page_size + position % page_size; A writes page 7, offset 1
+        spans      [A: row 0, end 10, pages (5, 0, 7)]  [B: rows 1-3, end 3, pages (2,)]
+        logit_rows [0, 3]                  only the rows whose next token is due reach the output projection
+
+    A row's numbers come from its own token, position and pages, whichever other requests share the step.
+    """
 
     page_size: int
     tokens: list[int] = field(default_factory=list)
@@ -103,121 +101,141 @@ class Batch:
 
     @classmethod
     def of(cls, pieces: Iterable[PlainPiece], page_size: int) -> Batch:
-        """Lay the pieces flat. One without pages, of a request that is computed without a cache, has no slots.
-        O(tokens)."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        written: list[int] = []
-        spans: list[Span] = []
-        logit_rows: list[int] = []
-        for new, start, pages, wants_logits in pieces:
-            count = len(new)
-            spans.append(_span((len(tokens), count, start + count, pages, page_size)))
-            tokens += new
-            if count == 1 and pages:  # as nearly always
-                positions.append(start)
-                written.append(pages[start // page_size] * page_size + start % page_size)
-            else:
-                positions += range(start, start + count)
-                written += slots(pages, page_size, start, start + count)
+        """Lay the pieces flat, in their order. A piece without pages (a request that is computed without a cache) gets
+        no slots. O(tokens)."""
+        batch = cls(page_size)
+        for tokens, start, pages, wants_logits in pieces:
+            end = start + len(tokens)
+            batch.spans.append(Span(len(batch.tokens), len(tokens), end, pages, page_size))
+            batch.tokens += tokens
+            batch.positions += range(start, end)
+            if pages:
+                batch.slots += slots(pages, page_size, start, end)
             if wants_logits:
-                logit_rows.append(len(tokens) - 1)
-        return cls(page_size, tokens, positions, written, spans, logit_rows)
+                batch.logit_rows.append(len(batch.tokens) - 1)
+        return batch
 
     def pieces(self) -> list[Piece]:
         """The pieces that were laid flat. O(tokens)."""
-        wanted = set(self.logit_rows)
-        return [Piece(self.tokens[first:first + count], end - count, pages, first + count - 1 in wanted)
+        due = set(self.logit_rows)
+        return [Piece(self.tokens[first:first + count], end - count, pages, first + count - 1 in due)
                 for first, count, end, pages, _ in self.spans]
 
 
-# ----------------------------------------------------------------------------------------------- what a backend must do
+# ------------------------------------------------------------------------------------------ what a backend must do
 
-Hidden = Any  # [T, columns], the backend's own type
-Matrix = Any  # [rows, columns], the backend's own type
-Vector = Any  # [columns], the backend's own type
+Hidden = Any  # [T, columns], in the backend's own form
+Matrix = Any  # [rows, columns], likewise
+Vector = Any  # [columns], likewise
 
 
 @dataclass(frozen=True)
 class KVBounds:
-    """Of one layer: the largest absolute value that each number of a token's key and value can have, [kv_width]."""
+    """Of one layer: the largest absolute value that each number of a token's key and value can have, [K * d]."""
 
     keys: Sequence[float]
     values: Sequence[float]
 
 
-class Backend(Protocol):
-    """The operations of the decoder."""
+class Backend(ABC):
+    """The operations of the decoder. Four have a default that is right for most backends: ``working_bytes``,
+    ``expect``, ``host_kv_store`` and ``logits``."""
 
     name: str
 
-    # A backend with a device of its own may have ``expect(weights, quantization)``, which is told what will be loaded,
-    # and refuses what does not fit before the first of it is.
+    def expect(self, weights: StoredWeights, quantization: QuantizationConfig | None) -> None:
+        """Called before the first matrix is loaded. BackendError if the device has no room for them all."""
+        return  # by default there is room
 
+    @abstractmethod
     def matrix(self, tensor: Tensor | QuantizedTensor, quantization: QuantizationConfig | None,
                importance: Sequence[float] | None = None) -> Matrix:
-        """Take a 2-D tensor [rows, columns] into the backend's own form, quantized where a config is given, with an
-        ``importance`` for each column where there is one (``quantization.quantize``). Codes stay what they are."""
+        """Take a 2-D tensor [rows, columns] into the backend's own form. A float tensor is quantized if a config is
+        given, by the ``importance`` of each column if that is given (``quantization.quantize``); codes are kept."""
 
+    @abstractmethod
     def vector(self, tensor: Tensor) -> Vector:
         """Take a 1-D tensor into the backend's own form."""
 
+    @abstractmethod
     def rows(self, matrix: Matrix) -> list[list[float]]:
-        """A matrix as plain floats, dequantized: what the cache-less reference computes with."""
+        """A matrix as plain floats, dequantized: what the cache-less oracle computes with."""
 
+    @abstractmethod
     def matrix_bytes(self, matrix: Matrix) -> int:
-        """Bytes that the numbers of a matrix occupy as they are stored, scales included."""
+        """Bytes of a matrix as it is stored, scales included."""
 
     def working_bytes(self, matrix: Matrix) -> int:
-        """Bytes of what was made of them to compute faster, and is kept besides."""
+        """Bytes of a second form of the matrix that is kept to compute faster; by default there is none."""
+        return 0
 
+    @abstractmethod
     def kv_store(self, model: ModelConfig, num_pages: int, page_size: int, bounds: Sequence[KVBounds] = (),
                  kv_quantization: str | None = None) -> KVStore:
         """Storage for the keys and values of num_pages * page_size tokens, as floats or as "int8"
-        (``backends/int8_pages.py``); ``bounds``, one for each layer, say how large the numbers can become. A backend whose
-        pages lie on a device has ``host_kv_store``, too, with the same arguments, for pages that are swapped out."""
+        (``backends/int8_pages.py``). ``bounds``, one for each layer, say how large the numbers can become."""
 
+    def host_kv_store(self, model: ModelConfig, num_pages: int, page_size: int, bounds: Sequence[KVBounds] = (),
+                      kv_quantization: str | None = None) -> KVStore:
+        """The same for pages that are swapped out, which a backend with a device of its own keeps in host memory."""
+        return self.kv_store(model, num_pages, page_size, bounds, kv_quantization)
+
+    @abstractmethod
     def embed(self, table: Matrix, tokens: Sequence[int]) -> Hidden:
         """Rows of the table: [T] token numbers -> [T, D]."""
 
+    @abstractmethod
     def norm(self, x: Hidden, gain: Vector, epsilon: float) -> Hidden:
         """Root-mean-square norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + epsilon) * gain, row by row."""
 
+    @abstractmethod
     def norm_heads(self, x: Hidden, gain: Vector, epsilon: float) -> Hidden:
-        """The same for each head of a row on its own, a head being as long as the gain."""
+        """The same for each head of a row separately; a head is as long as the gain."""
 
+    @abstractmethod
     def linear(self, matrix: Matrix, x: Hidden, bias: Vector | None = None) -> Hidden:
         """x @ matrix.T + bias: [T, columns] -> [T, rows]."""
 
+    @abstractmethod
     def split(self, x: Hidden, widths: Sequence[int]) -> list[Hidden]:
         """Cut every row into parts of these widths: [T, sum(widths)] -> one [T, width] for each."""
 
+    @abstractmethod
     def rotate(self, x: Hidden, positions: Sequence[int], frequencies: tuple[float, ...]) -> Hidden:
         """Rotary embedding (``base/rope.py``): in each head turn the pair (2i, 2i + 1) of a row at position p by the
         angle p * frequencies[i]. A head has two numbers for each frequency."""
 
+    @abstractmethod
     def attend(self, q: Hidden, k: Hidden, v: Hidden, layer: int, store: Any, batch: Batch) -> Hidden:
-        """Write the batch's keys and values [T, kv_width] into its slots, then let every row's heads look at its
-        own request's positions up to its own: softmax(q . k / sqrt(d)) . v, [T, H * d]. Query head h uses
-        key/value head h * kv_heads // heads. No slot outside a span's ``context`` is ever read."""
+        """Write the batch's keys and values [T, K * d] into its slots, then let every row's heads look at its own
+        request's positions up to its own: softmax(q . k / sqrt(d)) . v, [T, H * d]. Query head h uses key/value head
+        h * K // H. No slot outside a span's ``context`` is ever read."""
 
+    @abstractmethod
     def swiglu(self, gate: Hidden, up: Hidden) -> Hidden:
         """silu(gate) * up, element by element, silu(z) = z / (1 + exp(-z)) (Shazeer 2020)."""
 
+    @abstractmethod
     def add(self, x: Hidden, y: Hidden) -> Hidden:
         """x + y: the residual connection."""
 
+    @abstractmethod
     def pick(self, x: Hidden, rows: Sequence[int]) -> Hidden:
         """Some rows of x."""
 
-    def logits(self, x: Hidden) -> Sequence[Sequence[float]]:
-        """Rows of logits for the sampler: lists, or ``logits.Logits`` where their likeliest tokens are known."""
-
+    @abstractmethod
     def to_lists(self, x: Hidden) -> list[list[float]]:
         """x as lists of Python floats."""
 
+    def logits(self, x: Hidden) -> Sequence[Sequence[float]]:
+        """Rows of logits for the sampler: by default lists; ``sampling.Logits`` from a backend that has already found
+        the likeliest token of each row."""
+        return self.to_lists(x)
 
-_BACKENDS = {  # name: (where it is, its class; where a plainer one is, if that wing was deleted), package, extra
+
+# ------------------------------------------------------------------------------------------ how a backend is found
+
+_BACKENDS = {  # name: (its class, then a plainer one for a copy without that wing), the package it needs, the extra
     "reference": (("backend.ReferenceBackend",), None, None),
     "cpu": (("backends.lanes.backend.LanesBackend", "backend.ReferenceBackend"), None, None),
     "numpy": (("backends.numpy.backend.FastNumpyBackend", "numpy_backend.NumpyBackend"), "numpy", "numpy"),
@@ -226,66 +244,61 @@ _BACKENDS = {  # name: (where it is, its class; where a plainer one is, if that 
 
 
 def load_backend(backend: str | Backend = "auto", **options: Any) -> Backend:
-    """Find a backend by name, or pass a ready one through. ``options`` are those of "cuda" (``backends/cuda/backend.py``):
+    """Find a backend by name, or pass a ready one through. Only "cuda" has ``options`` (``backends/cuda/backend.py``):
     ``device``, "cuda:0" or "cpu"; ``dtype``, "float32" or "float16". BackendError for an unknown or missing one."""
     if options and backend != "cuda":
         raise BackendError(f"{', '.join(options)} can be chosen for backend 'cuda' only, not for {backend!r}")
     if not isinstance(backend, str):
-        missing = [name for name in vars(Backend) if name[0] != "_" and not hasattr(backend, name)]
-        if missing:
-            raise BackendError(f"{backend!r} is no backend: it has no {', '.join(missing)}")
+        _complete(backend)
         return backend
     if backend == "auto":
         backend = "numpy" if find_spec("numpy") else "cpu"
     if backend not in _BACKENDS:
         allowed = ", ".join(map(repr, (*_BACKENDS, "auto")))
         raise BackendError(f"there is no backend {backend!r}; allowed: {allowed}")
-    places, package, extra = _BACKENDS[backend]
+    (*preferred, last), package, extra = _BACKENDS[backend]
     if package and not find_spec(package):
         raise BackendError(f"backend {backend!r} needs {package}, which is not installed: pip install '.[{extra}]'")
-    for place in places:
-        module, _, name = place.rpartition(".")
-        try:
-            made: Backend = getattr(wing(module, f"backend {backend!r}"), name)(**options)
-        except MissingWingError:
-            if place == places[-1]:
-                raise
-        else:
-            break
+    for place in preferred:
+        with suppress(MissingWingError):
+            return _make(place, backend, options)
+    return _make(last, backend, options)
+
+
+def _make(place: str, backend: str, options: dict[str, Any]) -> Backend:
+    module, _, name = place.rpartition(".")
+    made: Backend = getattr(wing(module, f"backend {backend!r}"), name)(**options)
     return made
 
 
-# -------------------------------------------------------------------------------------------------------- the plain one
+def _complete(backend: object) -> None:
+    """Give a ready backend whose class does not inherit from ``Backend`` the defaults that it lacks. BackendError names
+    the operations that are missing and have no default."""
+    lacking = [name for name in vars(Backend) if name[0] != "_" and not hasattr(backend, name)]
+    if missing := [name for name in lacking if name in Backend.__abstractmethods__]:
+        raise BackendError(f"{backend!r} is no backend: it has no {', '.join(missing)}")
+    for name in lacking:
+        setattr(backend, name, MethodType(getattr(Backend, name), backend))
 
-#: M1 · The decoder's operations in plain standard-library Python: the form to read first.
-#:
-#: A hidden state is a list with one row (a list of floats) for each token. Every row is computed on its own and
-#: every sum runs in one fixed order, so a request's numbers are bitwise the same alone, in any batch and in any
-#: chunking: the guarantee "batch equals solo" needs no further argument here.
-#:
-#: Weights stay the float32 numbers they were loaded as (4 bytes each), or packed int8/int4; arithmetic is double.
 
+# ------------------------------------------------------------------------------------------ the reference backend
 
 Row = Sequence[float]
-Rows = list[list[float]]
-FloatMatrix = list["array[float]"]
-Matrix = Union[FloatMatrix, QuantizedTensor]
+Rows = list[list[float]]  # a hidden state: one row for each token
+PlainMatrix = Union[list["array[float]"], QuantizedTensor]  # float32 numbers as they were loaded, or packed codes
 
 
-def dot(x: Row, y: Row) -> float:
-    """Inner product, summed from left to right (the shorter of the two decides the length)."""
-    return sum(map(mul, x, y), 0.0)
+class ReferenceBackend(Backend):
+    """The operations in plain loops, in double precision: the form to read.
 
-
-class ReferenceBackend:
-    """Implements ``backend.Backend``."""
+    Every row is computed separately and every sum runs in one fixed order, so a request's numbers are bitwise the same
+    alone, in any batch and in any chunking. The guarantee "batch equals solo" needs no other argument here.
+    """
 
     name = "reference"
 
-    # ------------------------------------------------------------------------------------------ loading
-
     def matrix(self, tensor: Tensor | QuantizedTensor, quantization: QuantizationConfig | None,
-               importance: Sequence[float] | None = None) -> Matrix:
+               importance: Sequence[float] | None = None) -> Any:
         if isinstance(tensor, QuantizedTensor):
             return tensor
         rows, columns = tensor.shape
@@ -295,16 +308,13 @@ class ReferenceBackend:
     def vector(self, tensor: Tensor) -> list[float]:
         return list(tensor.values)
 
-    def rows(self, matrix: Matrix) -> Rows:
+    def rows(self, matrix: PlainMatrix) -> Rows:
         return dequantize(matrix) if isinstance(matrix, QuantizedTensor) else [list(row) for row in matrix]
 
-    def matrix_bytes(self, matrix: Matrix) -> int:
+    def matrix_bytes(self, matrix: PlainMatrix) -> int:
         if isinstance(matrix, QuantizedTensor):
             return matrix.nbytes
         return sum(len(row) * row.itemsize for row in matrix)
-
-    def working_bytes(self, matrix: Matrix) -> int:
-        return 0
 
     def kv_store(self, model: ModelConfig, num_pages: int, page_size: int, bounds: Sequence[KVBounds] = (),
                  kv_quantization: str | None = None) -> Any:
@@ -313,46 +323,38 @@ class ReferenceBackend:
             store = wing("backends.int8_pages", "kv_quantization 'int8'").Int8KVStore
         return store(model.layers, model.kv_heads, model.head_width, num_pages, page_size)
 
-    # --------------------------------------------------------------------------------------- operations
-
-    def embed(self, table: Matrix, tokens: Sequence[int]) -> Rows:
+    def embed(self, table: PlainMatrix, tokens: Sequence[int]) -> Rows:
         if isinstance(table, QuantizedTensor):
             return [table.row(token) for token in tokens]
         return [list(table[token]) for token in tokens]
 
     def norm(self, x: Rows, gain: Row, epsilon: float) -> Rows:
-        return [self._norm_row(row, gain, epsilon) for row in x]
-
-    def _norm_row(self, row: Row, gain: Row, epsilon: float) -> list[float]:
-        scale = 1.0 / sqrt(dot(row, row) / len(row) + epsilon)
-        return [value * scale * g for value, g in zip(row, gain)]
+        scales = [1.0 / sqrt(dot(row, row) / len(row) + epsilon) for row in x]
+        return [[value * scale * g for value, g in zip(row, gain)] for row, scale in zip(x, scales)]
 
     def norm_heads(self, x: Rows, gain: Row, epsilon: float) -> Rows:
         heads = ([row[start:start + len(gain)] for start in range(0, len(row), len(gain))] for row in x)
         return [list(chain.from_iterable(self.norm(parts, gain, epsilon))) for parts in heads]
 
-    def linear(self, matrix: Matrix, x: Rows, bias: Row | None = None) -> Rows:
+    def linear(self, matrix: PlainMatrix, x: Rows, bias: Row | None = None) -> Rows:
         rows = self._products(matrix, x)
         return rows if bias is None else [list(map(add, row, bias)) for row in rows]
 
-    def _products(self, matrix: Matrix, x: Rows) -> Rows:
+    def _products(self, matrix: PlainMatrix, x: Rows) -> Rows:
         if isinstance(matrix, QuantizedTensor):
             return [matvec(matrix, row) for row in x]
         return [[dot(weights, row) for weights in matrix] for row in x]
 
     def split(self, x: Rows, widths: Sequence[int]) -> list[Rows]:
-        ends = list(accumulate(widths))
-        return [[row[end - width:end] for row in x] for width, end in zip(widths, ends)]
+        return [[row[end - width:end] for row in x] for width, end in zip(widths, accumulate(widths))]
 
     def rotate(self, x: Rows, positions: Sequence[int], frequencies: tuple[float, ...]) -> Rows:
-        return [self._rotate_row(row, position, frequencies) for row, position in zip(x, positions)]
-
-    def _rotate_row(self, row: Row, position: int, frequencies: tuple[float, ...]) -> list[float]:
-        turns = rotary_turns(position, frequencies) * (len(row) // (2 * len(frequencies)))
-        turned: list[float] = []
-        for (c, s), a, b in zip(turns, row[0::2], row[1::2]):
-            turned += (a * c - b * s, a * s + b * c)
-        return turned
+        out: Rows = []
+        for row, position in zip(x, positions):
+            turns = rotary_turns(position, frequencies) * (len(row) // (2 * len(frequencies)))  # the same in every head
+            pairs = ((a * c - b * s, a * s + b * c) for (c, s), a, b in zip(turns, row[0::2], row[1::2]))
+            out.append(list(chain.from_iterable(pairs)))
+        return out
 
     def attend(self, q: Rows, k: Rows, v: Rows, layer: int, store: Any, batch: Batch) -> Rows:
         store.write_layer(layer, batch.slots, k, v)
@@ -360,16 +362,14 @@ class ReferenceBackend:
         return [row for part in parts for row in self._attend_part(q, layer, store, part)]
 
     def _attend_part(self, q: Rows, layer: int, store: Any, part: Span) -> Rows:
-        out: Rows = [[] for _ in range(part.count)]
-        group = len(q[part.first_row]) // store.row_width  # query heads that share a key/value head
+        rows, d = q[part.first_row:part.first_row + part.count], store.head_width
+        group = len(rows[0]) // store.row_width  # query heads that share a key/value head
+        out: Rows = [[] for _ in rows]
         for head in range(store.kv_heads):
             keys, columns = store.context(layer, head, part)
-            for i, mixed in enumerate(out):
-                seen = part.start + i + 1
-                row = q[part.first_row + i]
-                for first in range(head * group * store.head_width, (head + 1) * group * store.head_width,
-                                   store.head_width):
-                    mixed += attention(row[first:first + store.head_width], keys[:seen], columns)
+            for seen, (row, mixed) in enumerate(zip(rows, out), part.start + 1):
+                for first in range(head * group * d, (head + 1) * group * d, d):
+                    mixed += attention(row[first:first + d], keys[:seen], columns)
         return out
 
     def swiglu(self, gate: Rows, up: Rows) -> Rows:
@@ -381,11 +381,13 @@ class ReferenceBackend:
     def pick(self, x: Rows, rows: Sequence[int]) -> Rows:
         return [x[row] for row in rows]
 
-    def logits(self, x: Rows) -> Rows:
-        return self.to_lists(x)
-
     def to_lists(self, x: Rows) -> Rows:
         return x
+
+
+def dot(x: Row, y: Row) -> float:
+    """Inner product, summed from left to right (the shorter of the two decides the length)."""
+    return sum(map(mul, x, y), 0.0)
 
 
 def silu(z: float) -> float:
@@ -410,7 +412,7 @@ def rotary_turns(position: int, frequencies: tuple[float, ...]) -> tuple[tuple[f
     return tuple((cos(angle), sin(angle)) for angle in angles)
 
 
-class ReferenceKVStore:
+class ReferenceKVStore(KVStore):
     """Keys and values as ``array('d')`` rows: ``keys[layer][head][slot]`` is one head of one token.
 
     ``page_bytes`` counts the numbers, 8 bytes each; Python's own overhead for each small array comes on top.
@@ -421,7 +423,6 @@ class ReferenceKVStore:
         self.row_width = kv_heads * head_width  # of one layer
         self.width = layers * self.row_width
         self.page_bytes = 2 * 8 * page_size * self.width
-        self.tail_bytes = self.peak_tails = 0
         empty: array[float] = array("d")
         slots = num_pages * page_size
         self.keys = [[[empty] * slots for _ in range(kv_heads)] for _ in range(layers)]
@@ -437,7 +438,7 @@ class ReferenceKVStore:
                 values[slot] = array("d", value[part])
 
     def parts(self, span: Span) -> list[Span]:
-        """All rows of a span see the same numbers, up to their own positions."""
+        """A span in parts whose rows see the same numbers, up to their own positions: here all of them do."""
         return [span]
 
     def context(self, layer: int, head: int, span: Span) -> tuple[list[Row], list[Row]]:
@@ -454,10 +455,9 @@ class ReferenceKVStore:
 
     def read(self, page: int, offset: int) -> tuple[list[float], list[float]]:
         slot = page * self.page_size + offset
-        return (self._token(self.keys, slot), self._token(self.values, slot))
-
-    def _token(self, numbers: list[list[list[array[float]]]], slot: int) -> list[float]:
-        return [number for layer in numbers for head in layer for number in head[slot]]
+        key, value = ([number for layer in numbers for head in layer for number in head[slot]]
+                      for numbers in (self.keys, self.values))
+        return key, value
 
     def copy_page(self, source: int, target: int, origin: ReferenceKVStore | None = None) -> None:
         size, origin = self.page_size, origin or self
@@ -465,6 +465,3 @@ class ReferenceKVStore:
             for layer, head in product(range(self.layers), range(self.kv_heads)):
                 page = theirs[layer][head][source * size:(source + 1) * size]
                 ours[layer][head][target * size:(target + 1) * size] = page
-
-    def settle(self, page: int) -> None:
-        """Nothing is kept besides the page."""

@@ -352,8 +352,7 @@ def make_cache(model: Model, settings: EngineSettings,
     host_pages = settings.host_pages if settings.preemption == "swap" else 0
     store, host_store = (model.new_store(pages, settings.page_size, settings.kv_quantization, host)
                          for pages, host in ((num_pages, False), (host_pages, True)))
-    if reserve := getattr(store, "reserve_tails", None):
-        reserve(min(num_pages, most_tails(settings)))
+    store.reserve_tails(min(num_pages, most_tails(settings)))
     return KVCacheManager(num_pages, settings.page_size, model.config.layers * model.config.kv_width,
                           settings.prefix_sharing, store, host_pages, host_store, observer)
 

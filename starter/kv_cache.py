@@ -28,11 +28,12 @@ Promises, each a property in tests/test_kv_cache.py:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from .base.wings import picture
 from .errors import EngineError, OutOfPagesError, PoolTooSmallError, RequestError, StaleHandleError
@@ -77,39 +78,49 @@ class CacheStats:
 # -------------------------------------------------------------------------------------- the numbers inside the pages
 
 
-class KVStore(Protocol):
-    """The keys and values in the pages; which request a page belongs to is the manager's business.
+class KVStore(ABC):
+    """The numbers inside the pages, in a form of its own: each backend has a store that its attention reads. The page
+    manager says which page; the store does not know which request that belongs to.
 
-    A token's key is ``width`` = layers * kv_heads * head_width numbers, layer after layer; its value likewise. A store
-    of int8 pages also keeps a *tail* for each page that is being filled; on a device it may have
-    ``reserve_tails(count)``, which allocates memory for that many, or raises.
+    A token's key is ``width`` = layers * kv_heads * head_width numbers, layer after layer; its value likewise.
+
+    Int8 pages also have *tails* (``backends/int8_pages.py``): the float keys of a page that is being filled. For pages
+    of floats the defaults are right.
     """
 
     width: int
     page_bytes: int  # of one page, keys and values of all layers
-    tail_bytes: int  # of one tail; 0 for pages of floats
-    peak_tails: int  # the most tails at once
+    tail_bytes: int = 0  # of one tail
+    peak_tails: int = 0  # the most tails held at a time
 
+    @abstractmethod
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
         """Put one token's key and value into a slot."""
 
+    @abstractmethod
     def read(self, page: int, offset: int) -> tuple[list[float], list[float]]:
         """The key and the value in a slot."""
 
+    @abstractmethod
     def copy_page(self, source: int, target: int, origin: Any = None) -> None:
-        """Copy all slots of a page; ``origin`` is the store of ``source``, of the same kind and shape, if another."""
+        """Copy all slots of a page, for copy-on-write; from the pages of another store of the same kind and shape
+        (``origin``) when swapping."""
 
-    def settle(self, page: int) -> None:
-        """Drop the page's tail, if it has one: the page is full and will not be computed again, or has no user."""
+    def reserve_tails(self, count: int) -> None:
+        """Take the memory of ``count`` tails now. BackendError if there is too little."""
+        return  # by default a tail takes its memory when it is opened, if there are tails at all
+
+    def drop_tail(self, page: int) -> None:
+        """The page is full and will not be computed again, or it has no user any more: its tail is not needed."""
+        return  # by default there is none
 
 
-class PlainStore:
-    """The simplest store: a dictionary from slot to the (key, value) last written there."""
+class PlainStore(KVStore):
+    """The simplest store, for a page manager without a model: (key, value) by the slot that they were written to."""
 
     def __init__(self, page_size: int, width: int) -> None:
         self.page_size, self.width = page_size, width
         self.page_bytes = 2 * 8 * page_size * width  # doubles
-        self.tail_bytes = self.peak_tails = 0
         self._slots: dict[int, tuple[list[float], list[float]]] = {}
 
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
@@ -124,9 +135,6 @@ class PlainStore:
         for offset in range(self.page_size):
             if source * self.page_size + offset in slots:
                 self.write(target, offset, *slots[source * self.page_size + offset])
-
-    def settle(self, page: int) -> None:
-        """There are no tails."""
 
 
 # --------------------------------------------------------------------------------------------------------- the pages
@@ -240,7 +248,7 @@ class PagePool:
         self.shared -= self.refcounts[page] == 1
         if self.refcounts[page]:
             return
-        self.store.settle(page)
+        self.store.drop_tail(page)
         if page in self.index:
             self.cached[page] = None
         else:
@@ -487,7 +495,7 @@ class KVCacheManager:
             raise RequestError(f"{table.request_id} shares the page it would fill; reserve() the positions first")
         first, full = table.length // self.page_size, token_count // self.page_size
         for page in table.pages[first:full]:
-            self.store.settle(page)
+            self.store.drop_tail(page)
         self._counts["misses"] += token_count - table.length
         table.length = token_count
         if self.prefix_sharing and tokens is not None:
@@ -531,7 +539,7 @@ class KVCacheManager:
         begun tails in its pages after they lost their last user."""
         for page in pages:
             if not self._pool.refcounts[page]:
-                self.store.settle(page)
+                self.store.drop_tail(page)
 
     # ------------------------------------------------------------------------------------------- swapping
 

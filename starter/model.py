@@ -1,7 +1,7 @@
 """M1 · The decoder, written once over a backend's operations, with keys and values in pages.
 
 ``reference.py`` is the same network without a cache; read that first. Here the hidden state x holds one row for
-each token of a *batch* (``backend.py``), and attention reads earlier positions from the pages of each row's request.
+each token of a *batch* (``backend.Batch``), and attention reads earlier positions from the pages of each row's request.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Layer:
     down: Matrix
 
 
-# Field of Layer -> names in a checkpoint, after "model.layers.<i>.". Matrices that multiply the same vector are one
-# matrix, one upon the other: one product instead of three, and every row's numbers are what they were.
+# Field of Layer -> names in a checkpoint, after "model.layers.<i>.". Matrices that multiply the same vector are stacked
+# into one: one product instead of three, and the numbers of every row are the same.
 LAYER_NAMES = {
     "attention_norm": ("input_layernorm.weight",),
     "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -72,11 +72,11 @@ LAYER_NAMES = {
 
 
 class Model:
-    """A decoder with its weights on a backend. ``quantization`` applies to every matrix; norm gains stay float. A
-    matrix that comes quantized already keeps its codes.
+    """A decoder with its weights on a backend. ``quantization`` applies to every matrix; gains and biases stay float. A
+    matrix that is quantized already keeps its codes.
 
-    ``importance`` says for a tensor how much each column counts in choosing its grids (``calibration/importance.py`` measures it);
-    the tensors of one stack share their input, so the first one's counts for all.
+    ``importance``, by tensor name: how much each column counts when the grids of that tensor are chosen
+    (``calibration/importance.py`` measures it). Stacked tensors share their input, so the first one's applies to all.
     """
 
     def __init__(self, config: ModelConfig, weights: StoredWeights, backend: Backend,
@@ -85,9 +85,8 @@ class Model:
         check_weights(config, weights)
         self.config, self.backend, self.quantization = config, backend, quantization
         self._importance = importance or {}
-        if expect := getattr(backend, "expect", None):  # a device has only so much memory
-            expect(weights, quantization)
-        self._loaded: dict[tuple[str, ...], Any] = {}  # what the backend made of one tensor, or of several stacked
+        backend.expect(weights, quantization)
+        self._loaded: dict[tuple[str, ...], Any] = {}  # by names: one tensor, or several stacked, in the backend's form
         self._rows = {name: tensor.shape[0] for name, tensor in weights.items()}
         self.embedding = self._load(weights, "model.embed_tokens.weight")
         self.final_norm = self._load(weights, "model.norm.weight")
@@ -100,7 +99,7 @@ class Model:
         self.kv_bounds = [kv_bounds(config, weights, f"model.layers.{i}.") for i in range(config.layers)]
 
     def _load(self, weights: StoredWeights, *names: str) -> Any:
-        if names[0] not in weights:  # which check_weights has found right
+        if names[0] not in weights:  # this architecture has no such tensor: check_weights found all that it has
             return None
         tensor = stacked([weights[name] for name in names])
         loaded = (self.backend.vector(tensor) if isinstance(tensor, Tensor) and len(tensor.shape) == 1
@@ -128,22 +127,20 @@ class Model:
             x = b.add(x, b.linear(layer.down, b.swiglu(gate, up)))
         if not batch.logit_rows:
             return []
-        last = b.norm(b.pick(x, batch.logit_rows), self.final_norm, config.norm_eps)  # [wanted, width]
+        last = b.norm(b.pick(x, batch.logit_rows), self.final_norm, config.norm_eps)  # [due, width]
         return b.logits(b.linear(self.head, last))
 
     def forward_uncached(self, tokens: Sequence[int]) -> list[float]:
-        """Logits after ``tokens``, every position computed anew in a throw-away store: the price of no cache."""
+        """Logits after ``tokens``, every position computed again in a throw-away store: what having no cache costs."""
         store = self.new_store(num_pages=1, page_size=len(tokens))
         batch = Batch.of([Piece(tokens, start=0, pages=(0,), wants_logits=True)], page_size=len(tokens))
         return list(self.forward(batch, store)[0])
 
     def new_store(self, num_pages: int, page_size: int, kv_quantization: str | None = None,
                   host: bool = False) -> KVStore:
-        """Empty storage for keys and values of this model's shape; ``host``: for pages that are swapped out, which a
-        backend with a device of its own keeps beside it."""
-        make = getattr(self.backend, "host_kv_store", self.backend.kv_store) if host else self.backend.kv_store
-        store: KVStore = make(self.config, num_pages, page_size, self.kv_bounds, kv_quantization)
-        return store
+        """Empty storage for keys and values of this model's shape; ``host``: for pages that are swapped out."""
+        make = self.backend.host_kv_store if host else self.backend.kv_store
+        return make(self.config, num_pages, page_size, self.kv_bounds, kv_quantization)
 
     def parameters(self) -> dict[str, list[list[float]]]:
         """All weights as plain floats by checkpoint name (dequantized; a vector becomes a one-row matrix)."""
@@ -164,23 +161,23 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weight matrices as they are stored (gains and biases, a few numbers, aside)."""
+        """Bytes of all weight matrices as they are stored, without gains and biases."""
         return sum(map(self.backend.matrix_bytes, self.matrices.values()))
 
     @property
     def working_bytes(self) -> int:
-        """Bytes that the backend keeps besides them, to compute faster."""
+        """Bytes that the backend keeps in addition, to compute faster."""
         return sum(map(self.backend.working_bytes, self.matrices.values()))
 
 
 def _is_vector(names: Sequence[str]) -> bool:
-    """Gains and biases."""
+    """A gain or bias, not a matrix?"""
     return names[0].endswith(("norm.weight", ".bias"))
 
 
 def stacked(tensors: Sequence[Tensor | QuantizedTensor]) -> Tensor | QuantizedTensor:
-    """Matrices of equal columns one upon the other, vectors end to end. A single tensor is passed through; codes stay
-    codes where all are of one form, and are floats otherwise."""
+    """Tensors of equal columns as one, rows after rows; vectors end to end. A single tensor is passed through. Codes
+    stay codes if all tensors have codes of one form, and become floats otherwise."""
     if len(tensors) == 1:
         return tensors[0]
     codes = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
@@ -193,13 +190,14 @@ def stacked(tensors: Sequence[Tensor | QuantizedTensor]) -> Tensor | QuantizedTe
 
 
 def kv_bounds(config: ModelConfig, weights: StoredWeights, prefix: str) -> KVBounds:
-    """How large each number of a layer's keys and values can become, whatever the input: a store can lay its grid
-    by them. A normed vector x has |x| <= sqrt(width) before its gain g, so |row . (g x)| <= |row * g| sqrt(width)
-    (Cauchy-Schwarz), and a bias adds its size. Where each key head is normed in turn, it has |k| <= sqrt(head_width)
-    before that norm's gain. Rotation mixes the two numbers of a pair, which share the bound of the pair."""
+    """How large each number of a layer's keys and values can become, whatever the input: a store of integers chooses
+    its units by them. A normed vector x has |x| <= sqrt(width) before its gain g, so |row . (g x)| <= |row * g|
+    sqrt(width) (Cauchy-Schwarz), and a bias adds its size. If each key head is normed as well, it has |k| <=
+    sqrt(head_width) before that norm's gain. Rotation mixes the two numbers of a pair, so both get the bound of the
+    pair."""
     def vector(name: str) -> array[float]:
         tensor = weights[prefix + name]
-        assert isinstance(tensor, Tensor)  # only matrices come as codes
+        assert isinstance(tensor, Tensor)  # only matrices are stored as codes
         return tensor.values
 
     gain = vector("input_layernorm.weight")

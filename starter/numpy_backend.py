@@ -1,17 +1,11 @@
-"""Optional · The decoder's operations on NumPy arrays, in the plainest way (extra ``numpy``). ``import starter`` never loads it.
+"""Optional · The decoder's operations on NumPy arrays, in the plainest way (extra ``numpy``).
 
-Every hidden state is a float32 array [T, columns]. Read it beside ``backend.ReferenceBackend``, method by method: the
-same operations, with the loops over rows and columns gone into NumPy.
+Read this beside ``backend.ReferenceBackend``, method by method: the same operations, with the loops over rows and
+columns inside NumPy. A hidden state is a float32 array [T, columns]. ``backends/numpy/`` makes it faster (requests side
+by side, packed weights, int8 pages), and is what ``load_backend("numpy")`` takes if that package is there.
 
-    keys[layer]     [slots, kv_heads, d]      the whole pool in one array; slot = page * page_size + offset
-    span.context    [n]                       slots of one request's positions 0 .. n - 1: its block table, laid out
-    keys[layer][span.context]                 one gather brings the request's keys side by side, wherever its pages are
-
-Rows of a matrix product may be rounded differently in batches of different size (BLAS picks its kernel by shape), so
-here "batch equals solo" means equal greedy tokens and logits within 1e-4, not equal bits.
-
-``backends/numpy/`` makes this fast (requests side by side, weights that stay packed) and is what ``load_backend("numpy")``
-takes where that package is.
+BLAS may round the rows of a product differently in batches of different size, so here "batch equals solo" means equal
+greedy tokens and logits within 1e-4, not equal bits.
 """
 
 from __future__ import annotations
@@ -23,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from .backend import Batch, KVBounds
+from .backend import Backend, Batch, KVBounds
 from .base.weights import Tensor
-from .errors import MissingWingError
+from .errors import BackendError
+from .kv_cache import KVStore
 from .quantization import QuantizedTensor, quantize
 from .schema import ModelConfig, QuantizationConfig
 
@@ -33,30 +28,27 @@ Array = Any  # numpy.ndarray, float32
 
 
 class CodeMatrix:
-    """A quantized matrix: a code of one byte for each number, and a scale and a zero point for each group."""
+    """A quantized matrix: one byte for each code, and a scale and a zero point for each group."""
 
     def __init__(self, q: QuantizedTensor) -> None:
-        size = q.group_size or q.shape[1]
-        self._groups = np.arange(q.shape[1]) // size                                 # [columns]: the group of each
-        self._codes = np.array([q.row_codes(r) for r in range(q.shape[0])], dtype=np.int8 if q.symmetric else np.uint8)
-        self._scales = np.array(q.scales, dtype=np.float32).reshape(len(self._codes), -1)
-        self._zeros = np.array(q.zero_points, dtype=np.float32).reshape(self._scales.shape if len(q.zero_points) else (0,))
+        rows, columns = q.shape
+        zeros = q.zero_points if q.zero_points else [0] * len(q.scales)
+        self._codes = np.array([q.row_codes(r) for r in range(rows)], dtype=np.int8 if q.symmetric else np.uint8)
+        self._scales, self._zeros = (np.array(numbers).reshape(rows, -1) for numbers in (q.scales, zeros))
+        self._group = np.arange(columns) // (q.group_size or columns)                # [columns]: the group of each
         self.nbytes = q.nbytes
 
     def rows(self, chosen: Any) -> Array:
         """Some rows as floats: scale * (code - zero point)."""
-        codes = self._codes[chosen].astype(np.float32)
-        if self._zeros.size:
-            codes -= self._zeros[chosen][:, self._groups]
-        return codes * self._scales[chosen][:, self._groups]
+        codes = self._codes[chosen].astype(self._scales.dtype)
+        numbers = self._scales[chosen][:, self._group] * (codes - self._zeros[chosen][:, self._group])
+        return numbers.astype(np.float32)
 
 
-class NumpyBackend:
+class NumpyBackend(Backend):
     """Implements ``backend.Backend``. A float matrix is an array [rows, columns], a quantized one a ``CodeMatrix``."""
 
     name = "numpy"
-
-    # ------------------------------------------------------------------------------------------ loading
 
     def matrix(self, tensor: Tensor | QuantizedTensor, quantization: QuantizationConfig | None,
                importance: Sequence[float] | None = None) -> Any:
@@ -72,20 +64,19 @@ class NumpyBackend:
     def rows(self, matrix: Any) -> list[list[float]]:
         return self.to_lists(self._floats(matrix))
 
+    def _floats(self, matrix: Any, rows: Any = slice(None)) -> Array:
+        """Some rows of a matrix, or all, as float32."""
+        return matrix.rows(rows) if isinstance(matrix, CodeMatrix) else matrix[rows]
+
     def matrix_bytes(self, matrix: Any) -> int:
         return int(matrix.nbytes)
-
-    def working_bytes(self, matrix: Any) -> int:
-        return 0
 
     def kv_store(self, model: ModelConfig, num_pages: int, page_size: int, bounds: Sequence[KVBounds] = (),
                  kv_quantization: str | None = None) -> Any:
         if kv_quantization is not None:
-            raise MissingWingError("kv_quantization 'int8' on backend 'numpy' needs the package starter/backends, which this "
-                                   "copy does not have; use backend 'reference', or pages of floats")
+            raise BackendError("the plain NumPy backend keeps pages of floats only, and int8 pages need the package "
+                               "starter/backends/numpy; leave kv_quantization out")
         return NumpyKVStore(model.layers, model.kv_heads, model.head_width, num_pages, page_size)
-
-    # --------------------------------------------------------------------------------------- operations
 
     def embed(self, table: Any, tokens: Sequence[int]) -> Array:
         return self._floats(table, tokens)
@@ -94,7 +85,7 @@ class NumpyBackend:
         return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(epsilon)) * gain
 
     def norm_heads(self, x: Array, gain: Array, epsilon: float) -> Array:
-        return self.norm(x.reshape(len(x), -1, len(gain)), gain, epsilon).reshape(x.shape)
+        return self.norm(x.reshape(-1, len(gain)), gain, epsilon).reshape(x.shape)
 
     def linear(self, matrix: Any, x: Array, bias: Array | None = None) -> Array:
         rows = x @ self._floats(matrix).T
@@ -105,23 +96,22 @@ class NumpyBackend:
 
     def rotate(self, x: Array, positions: Sequence[int], frequencies: tuple[float, ...]) -> Array:
         pairs = x.reshape(len(x), -1, len(frequencies), 2)                           # [T, heads, d / 2, 2]
-        angles = np.outer(positions, frequencies)[:, None]                           # [T, 1, d / 2]; in double: a large
-        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)  # angle has few digits left
+        angles = np.outer(positions, frequencies)[:, None]                           # [T, 1, d / 2], in double, since
+        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)  # large angles need the digits
         a, b = pairs[..., 0], pairs[..., 1]
         return np.stack((a * cos - b * sin, a * sin + b * cos), axis=-1).reshape(x.shape)
 
     def attend(self, q: Array, k: Array, v: Array, layer: int, store: Any, batch: Batch) -> Array:
         store.write_layer(layer, batch.slots, k, v)
-        out = np.empty_like(q)
+        keys, values, out = store.keys[layer], store.values[layer], np.empty_like(q)
         for span in batch.spans:
-            rows = slice(span.first_row, span.first_row + span.count)
-            keys, values = store.context(layer, span)                                # [n, K, d] each
-            out[rows] = attention(q[rows], keys, values, span.start)
+            rows, slots = slice(span.first_row, span.first_row + span.count), span.context
+            out[rows] = attention(q[rows], keys[slots], values[slots], span.start)  # gathered from the request's pages
         return out
 
     def swiglu(self, gate: Array, up: Array) -> Array:
         half = gate * np.float32(0.5)  # z / (1 + exp(-z)) = z/2 (1 + tanh(z/2)), in which nothing overflows
-        return half * (1 + np.tanh(half)) * up
+        return (np.tanh(half) + 1) * half * up
 
     def add(self, x: Array, y: Array) -> Array:
         return x + y
@@ -129,21 +119,14 @@ class NumpyBackend:
     def pick(self, x: Array, rows: Sequence[int]) -> Array:
         return x[list(rows)]
 
-    def logits(self, x: Array) -> Sequence[Sequence[float]]:
-        return self.to_lists(x)
-
     def to_lists(self, x: Any) -> list[list[float]]:
         lists: list[list[float]] = np.asarray(x).tolist()
         return lists
 
-    @staticmethod
-    def _floats(matrix: Any, rows: Any = slice(None)) -> Array:
-        return matrix.rows(rows) if isinstance(matrix, CodeMatrix) else matrix[rows]
-
 
 def attention(q: Array, keys: Array, values: Array, start: int) -> Array:
-    """softmax(q . k / sqrt(d)) . v of one request's rows at positions start, start + 1, ...: q [t, H * d], keys and values
-    [n, K, d] -> as q. Row i sees the first start + i + 1 positions. O(t * n * H * d)."""
+    """softmax(q . k / sqrt(d)) . v of one request's rows at positions start, start + 1, ...: q [t, H * d], keys and
+    values [n, K, d] -> as q. Row i sees the first start + i + 1 positions. O(t * n * H * d)."""
     count, (length, kv_heads, width) = len(q), keys.shape
     heads = q.reshape(count, kv_heads, -1, width).transpose(1, 2, 0, 3)              # [K, H / K, t, d]
     scores = heads @ keys.transpose(1, 2, 0)[:, None] / np.float32(sqrt(width))      # [K, H / K, t, n]
@@ -153,30 +136,24 @@ def attention(q: Array, keys: Array, values: Array, start: int) -> Array:
     return mixed.transpose(2, 0, 1, 3).reshape(q.shape)
 
 
-class NumpyKVStore:
-    """Keys and values of the whole pool: arrays [layers, slots, kv_heads, head_width], float32."""
+class NumpyKVStore(KVStore):
+    """Keys and values of the whole pool: arrays [layers, slots, K, d], float32; slot = page * page_size + offset."""
 
     def __init__(self, layers: int, kv_heads: int, head_width: int, num_pages: int, page_size: int) -> None:
         self.kv_heads, self.head_width, self.page_size = kv_heads, head_width, page_size
         self.width = layers * kv_heads * head_width
         self.page_bytes = 2 * 4 * page_size * self.width
-        self.tail_bytes = self.peak_tails = 0
         self.keys = np.zeros((layers, num_pages * page_size, kv_heads, head_width), dtype=np.float32)
         self.values = np.zeros_like(self.keys)
 
-    def write_layer(self, layer: int, slots: Sequence[int], k: Array, v: Array) -> None:
+    def write_layer(self, layer: int, slots: Any, k: Array, v: Array) -> None:
         """Put rows [T, kv_heads * head_width] of one layer into their slots."""
         shape = (len(slots), self.kv_heads, self.head_width)
         self.keys[layer][slots] = k.reshape(shape)
         self.values[layer][slots] = v.reshape(shape)
 
-    def context(self, layer: int, span: Any) -> tuple[Array, Array]:
-        """Keys and values of a request's positions, gathered from its pages: [n, kv_heads, head_width] each."""
-        slots = span.context
-        return self.keys[layer][slots], self.values[layer][slots]
-
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
-        shape, slot = (-1, self.kv_heads, self.head_width), page * self.page_size + offset
+        slot, shape = page * self.page_size + offset, (-1, self.kv_heads, self.head_width)
         self.keys[:, slot] = np.asarray(key, dtype=np.float32).reshape(shape)
         self.values[:, slot] = np.asarray(value, dtype=np.float32).reshape(shape)
 
@@ -188,6 +165,3 @@ class NumpyKVStore:
         size, origin = self.page_size, origin or self
         for theirs, ours in ((origin.keys, self.keys), (origin.values, self.values)):
             ours[:, target * size:(target + 1) * size] = theirs[:, source * size:(source + 1) * size]
-
-    def settle(self, page: int) -> None:
-        """Nothing is kept besides the page."""

@@ -144,9 +144,6 @@ def _round_up_to_float32(values: Numbers) -> array[float]:
     return array("f", [v if near >= v else v * (1 + 2**-23) for near, v in zip(nearest, values)])
 
 
-from .base.strict_json import Boolean, Integer, ListOf, Nullable, Number, OneOf, Text
-
-
 @dataclass(frozen=True)
 class ErrorStats:
     """How far a dequantized matrix is from the original: the largest error, the root mean square error, and the latter

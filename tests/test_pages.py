@@ -12,14 +12,14 @@ from starter.kv_cache import Node, PagePool, PlainStore, PrefixIndex
 
 
 class Store(PlainStore):
-    """Remembers which pages it was to settle."""
+    """Remembers which tails it was to drop."""
 
     def __init__(self) -> None:
         super().__init__(4, 1)
-        self.settled: list[int] = []
+        self.drop_taild: list[int] = []
 
-    def settle(self, page: int) -> None:
-        self.settled.append(page)
+    def drop_tail(self, page: int) -> None:
+        self.drop_taild.append(page)
 
 
 class PoolModel:
@@ -27,7 +27,7 @@ class PoolModel:
 
     def __init__(self, num_pages: int) -> None:
         self.users: Counter[int] = Counter()
-        self.settled: list[int] = []
+        self.drop_taild: list[int] = []
         self.cached: list[int] = []  # least recently used first
         self.num_pages, self.peak, self.evictions = num_pages, 0, 0
 

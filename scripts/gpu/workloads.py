@@ -17,7 +17,7 @@ from scripts.gpu.page_workloads import float_pages, int8_pages
 from scripts.gpu.workload import Size, Workload, draw
 from starter.backends.cuda import kernels
 from starter.backends.cuda.device import NUMBERS, Device
-from starter.backends.cuda.matrices import CodeMatrix
+from starter.backends.cuda.matrices import DeviceCodeMatrix
 from starter.quantization import QuantizedTensor
 
 GROUP = 32
@@ -125,7 +125,7 @@ def _codes(device: Device, size: Size, rng: Any, bits: int) -> Iterator[Workload
     scales = rng.random((size.rows, groups), dtype=np.float32) + np.float32(0.5)
     packed = codes.view(np.uint8) if bits == 8 else _nibbles(codes.view(np.uint8) & 15)
     tensor = QuantizedTensor(codes.shape, bits, GROUP, True, array("f", scales.tobytes()), array("h"), packed.tobytes())
-    matrix = CodeMatrix(device, tensor)
+    matrix = DeviceCodeMatrix(device, tensor)
 
     def dequantized(first: int, last: int) -> Any:
         return codes[first:last] * np.repeat(scales[first:last], GROUP, axis=1)[:, :size.columns]

@@ -1,11 +1,11 @@
 """Wing: faster ways to compute the same decoder, and smaller pages.
 
-    lanes/          standard library: products in lanes of long integers (backend "cpu")
-    numpy/          the top-level ``numpy_backend.py`` made fast: batched attention, packed weights, int8 pages
-    cuda/           kernels for an NVIDIA GPU in NVIDIA Warp; they run on the processor, too (backend "cuda")
+    lanes/          standard library only: hundreds of products in one long integer (backend "cpu")
+    numpy/          ``numpy_backend.py`` made fast: batched attention, packed weights, int8 pages (backend "numpy")
+    cuda/           kernels for an NVIDIA GPU, in NVIDIA Warp; they run on the processor, too (backend "cuda")
     workers/        several processes that share the work of a step (``workers=2``)
-    int8_pages.py   KV pages of 8-bit codes, in plain Python: the format that all backends keep
+    int8_pages.py   KV pages of 8-bit codes: the format and the rule that all backends follow, in plain Python
 
-Each implements ``starter.backend.Backend``; ``starter.backend.load_backend`` finds it by name. Without this package "cpu"
-is the plain backend of ``backend.py``.
+``starter.backend.load_backend`` finds them by name. Without this package "cpu" is ``backend.ReferenceBackend``, "numpy"
+is ``numpy_backend.NumpyBackend``, and the rest is refused in one sentence.
 """

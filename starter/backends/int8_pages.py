@@ -1,4 +1,6 @@
-"""M4, M5 · KV pages of 8-bit integers, in plain Python: about a third of float32's bytes, at a stated error.
+"""M4, M5 · KV pages of 8-bit integers: the format and the rule of all backends, and a store in plain Python.
+
+A page takes about a third of the bytes that it takes as float32, at a stated error.
 
 One page of one layer and one key/value head, with page_size 4 and head_width 3:
 
@@ -12,18 +14,22 @@ One page of one layer and one key/value head, with page_size 4 and head_width 3:
 
     |key - key'| <= scale / 2 and |value - value'| <= scale / 2, each with its own scale, plus the rounding of the sum
 
-Keys have *outlier channels*, far from zero in every token. One grid for all channels of a token would spend its 256
-points on the way to them; one for each channel lies where that channel's numbers lie. Values have no such channels.
+Keys have *outlier channels*, far from zero in every token. One grid for all channels of a token would spend most of its
+256 points on the distance to them; a grid for each channel covers just that channel's numbers. Values have no such
+channels.
 
 A channel's grid is known when its page is full. Until then the page's keys stay float32, in its *tail* (the values
 need not wait). One rule makes every number independent of batching, chunking, preemption and sharing, bit for bit:
 
     a query at position p sees the keys of its own page, p // page_size, as floats, those of earlier pages as codes
 
-The codes are made when a page's last slot is written; within the same step its own rows still look at the tail and
-later rows at the codes. The tail goes when the step is settled (``KVCacheManager.commit``): until then the step may
-fail or be interrupted, and is computed again from the same floats. The page size is part of the format: the smaller
-the pages, the closer the grids and the more of them.
+The codes are made when a page's last slot is written. Within the same step the page's own rows still look at the tail,
+and later rows look at the codes. The tail is dropped only when the step has succeeded (``KVCacheManager.commit``):
+until then the step may fail or be interrupted, and is computed again from the same floats. The page size is part of the
+format: smaller pages have finer grids, and more of them.
+
+``lanes/``, ``numpy/`` and ``cuda/`` keep this format in stores of their own, with the same codes, lows and scales, and
+follow this rule.
 
 Source: Liu et al. 2024, "KIVI" (keys by channel, values by token, the newest keys unquantized; there 2 bits, and the
 unquantized part is a buffer of its own, which here is the page itself).
@@ -32,16 +38,16 @@ unquantized part is a buffer of its own, which here is the page itself).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import isfinite, nan
 from typing import Any
 
-from starter.backend import Span
-
-Row = Sequence[float]
+from starter.backend import Row, Span
+from starter.kv_cache import KVStore
 
 SMALLEST_SCALE = 2.0**-126  # below it float32 loses precision; the scale of a constant channel, whose codes are all 0
+ARRAYS = ("key_codes", "key_lows", "key_scales", "value_codes", "value_scales")  # of a store of any backend
 
 
 def float32(number: float) -> float:
@@ -52,8 +58,8 @@ def float32(number: float) -> float:
 def encode_keys(numbers: Row) -> tuple[bytes, float, float]:
     """One channel's float32 numbers over the tokens of a page -> codes, low, scale.
 
-    Every number comes back within scale / 2: codes are nearest to the scale as it is stored, and none is out of range,
-    since 255 such scales miss the channel's range by 2**-16 of one at most. NaN or infinity comes back as NaN.
+    Every number comes back within scale / 2: it is rounded in units of the scale as it is stored, and no code is out of
+    range, since 255 such scales miss the channel's range by 2**-16 of one at most. NaN or infinity comes back as NaN.
     """
     if not isfinite(sum(numbers)):
         return bytes(len(numbers)), 0.0, nan
@@ -77,7 +83,46 @@ def cut_by_page(span: Span, page_size: int) -> Iterator[Span]:
         yield Span(span.first_row + start - span.start, end - start, end, span.pages, span.page_size)
 
 
-class Int8KVStore:
+def page_bytes(layers: int, kv_heads: int, head_width: int, page_size: int) -> int:
+    """Bytes of a page: codes, a low and a scale for each channel, and a scale for each token and head."""
+    width = layers * kv_heads * head_width
+    return 2 * page_size * width + 2 * 4 * width + 4 * page_size * layers * kv_heads
+
+
+class TailedStore(KVStore):
+    """What the int8 stores of all backends have in common: their sizes, and which pages have a tail."""
+
+    def __init__(self, layers: int, kv_heads: int, head_width: int, num_pages: int, page_size: int) -> None:
+        self.layers, self.kv_heads, self.head_width = layers, kv_heads, head_width
+        self.num_pages, self.page_size = num_pages, page_size
+        self.row_width = kv_heads * head_width  # of one layer
+        self.width = layers * self.row_width
+        self.page_bytes = page_bytes(layers, kv_heads, head_width, page_size)
+        self.tail_bytes = 4 * page_size * self.width
+        self.tails: dict[int, Any] = {}  # by page, in the backend's form
+
+    def _new_tail(self) -> Any:
+        """Room for float32 [layers, kv_heads, page_size, head_width], the keys as they came."""
+        return zeros(self.page_size * self.width)
+
+    def _tail(self, page: int) -> Any:
+        """The page's tail, opened if need be. (Another thread may have cancelled the request that is being computed,
+        and its tail is gone; what its last rows see then is never used.)"""
+        tail = self.tails.get(page)
+        if tail is None:
+            tail = self.tails[page] = self._new_tail()
+            self.peak_tails = max(self.peak_tails, len(self.tails))
+        return tail
+
+    def drop_tail(self, page: int) -> None:
+        self.tails.pop(page, None)
+
+    def parts(self, span: Span) -> Iterable[Span]:
+        """Rows of different pages see different numbers."""
+        return [span] if span.count == 1 else cut_by_page(span, self.page_size)
+
+
+class Int8KVStore(TailedStore):
     """Keys and values of the whole pool as codes, and the tails of the pages that are being filled.
 
     A *block* is one page of one layer and one head, number (page * layers + layer) * kv_heads + head. Block after
@@ -86,26 +131,18 @@ class Int8KVStore:
         key_codes    uint8    [blocks, head_width, page_size]    value_codes   int8     [blocks, page_size, head_width]
         key_lows     float32  [blocks, head_width]               value_scales  float32  [blocks, page_size]
         key_scales   float32  [blocks, head_width]
-        tails[page]  float32  [layers, kv_heads, page_size, head_width], the keys as they came
 
     Slots of a page are written in their order, as a request fills it. What an earlier owner left behind is never read.
     """
 
     def __init__(self, layers: int, kv_heads: int, head_width: int, num_pages: int, page_size: int) -> None:
-        self.layers, self.kv_heads, self.head_width, self.page_size = layers, kv_heads, head_width, page_size
-        self.row_width = kv_heads * head_width  # of one layer
-        self.width = layers * self.row_width
-        tokens, heads = num_pages * page_size, layers * kv_heads
+        super().__init__(layers, kv_heads, head_width, num_pages, page_size)
+        tokens = num_pages * page_size
         self.key_codes = bytearray(tokens * self.width)
         self.key_lows = zeros(num_pages * self.width)
         self.key_scales = zeros(num_pages * self.width)
         self.value_codes = array("b", bytes(tokens * self.width))
-        self.value_scales = zeros(tokens * heads)
-        self.tails: dict[int, array[float]] = {}
-        self.num_pages = num_pages
-        self.page_bytes = 2 * page_size * self.width + 2 * 4 * self.width + 4 * page_size * heads
-        self.tail_bytes = 4 * page_size * self.width
-        self.peak_tails = 0
+        self.value_scales = zeros(tokens * layers * kv_heads)
 
     # ------------------------------------------------------------------------------------------- writing
 
@@ -132,24 +169,7 @@ class Int8KVStore:
             codes, self.key_lows[channel], self.key_scales[channel] = encode_keys(numbers)
             self.key_codes[channel * self.page_size:(channel + 1) * self.page_size] = codes
 
-    def _tail(self, page: int) -> array[float]:
-        """The page's tail, opened if need be. (Another thread may have cancelled the request that is being computed,
-        and its tail with it: what its last rows see then is nobody's.)"""
-        tail = self.tails.get(page)
-        if tail is None:
-            tail = self.tails[page] = zeros(self.page_size * self.width)
-            self.peak_tails = max(self.peak_tails, len(self.tails))
-        return tail
-
-    def settle(self, page: int) -> None:
-        """Drop the page's tail: the page is full and will not be computed again, or nobody uses it."""
-        self.tails.pop(page, None)
-
     # ------------------------------------------------------------------------------------------- reading
-
-    def parts(self, span: Span) -> Iterator[Span]:
-        """Rows of different pages see different numbers."""
-        return cut_by_page(span, self.page_size)
 
     def context(self, layer: int, head: int, span: Span) -> tuple[list[Row], list[Row]]:
         """Keys that the rows of a part see, and the values transposed: [end][head_width], [head_width][end]."""
@@ -182,7 +202,7 @@ class Int8KVStore:
             self.write_layer(layer, [page * self.page_size + offset], [key[part]], [value[part]])
 
     def read(self, page: int, offset: int) -> tuple[list[float], list[float]]:
-        """Of a page that has its tail still, the key as it came; else both dequantized."""
+        """The key as it came while its page has a tail, else dequantized; the value dequantized."""
         key: list[float] = []
         value: list[float] = []
         tail = self.tails.get(page)
@@ -195,18 +215,16 @@ class Int8KVStore:
 
     def copy_page(self, source: int, target: int, origin: Int8KVStore | None = None) -> None:
         origin = origin or self
-        for ours, theirs in zip(self._arrays(), origin._arrays()):
+        for name in ARRAYS:
+            ours, theirs = getattr(self, name), getattr(origin, name)
             size = len(ours) // self.num_pages
             ours[target * size:(target + 1) * size] = theirs[source * size:(source + 1) * size]
-        self.settle(target)
+        self.drop_tail(target)
         if source in origin.tails:
             self._tail(target)[:] = origin.tails[source]
 
     def _block(self, page: int, layer: int, head: int) -> int:
         return (page * self.layers + layer) * self.kv_heads + head
-
-    def _arrays(self) -> tuple[Any, ...]:
-        return self.key_codes, self.key_lows, self.key_scales, self.value_codes, self.value_scales
 
     def _tail_row(self, layer: int, head: int, offset: int) -> slice:
         """Where a tail holds the key of a slot."""
@@ -219,5 +237,5 @@ class Int8KVStore:
 
 
 def zeros(count: int) -> array[float]:
-    """So many float32 zeros."""
+    """``count`` float32 zeros."""
     return array("f", bytes(4 * count))

@@ -98,7 +98,7 @@ class CudaInt8StoreTest(unittest.TestCase):
                     for piece in pieces:
                         i, lengths[i] = (i := piece.pages[0] // 4), piece.start + len(piece.tokens)
                         for page, store in product(piece.pages[:lengths[i] // size], (plain, fast)):
-                            store.settle(page)
+                            store.drop_tail(page)
                     self.check_same(plain, fast, lengths)
                 for store in (plain, fast):
                     store.copy_page(0, 7)
@@ -123,7 +123,7 @@ class CudaInt8StoreTest(unittest.TestCase):
                     target = source
                 self.fill(source, 4, count, 0)
                 if count == 3:
-                    source.settle(4)
+                    source.drop_tail(4)
                 wanted = [source.read(4, offset) for offset in range(count)]
                 self.fill(target, 1, 2, 9)  # an earlier owner, whose tail must go
                 target.copy_page(4, 1, source)
@@ -145,7 +145,7 @@ class CudaInt8StoreTest(unittest.TestCase):
             self.assertEqual((store.tail_bytes, store.peak_tails), (4 * size * 24, 0))
             for page in (5, 1):
                 store.write(page, 0, [1.0] * 24, [1.0] * 24)
-            store.settle(5)
+            store.drop_tail(5)
             self.assertEqual((store.peak_tails, len(store.tails)), (2, 1))
 
     def test_a_pool_that_is_too_small_grows_and_keeps_what_it_has(self) -> None:
@@ -153,7 +153,7 @@ class CudaInt8StoreTest(unittest.TestCase):
         tokens = {page: self.fill(store, page, 2, page) for page in (3, 0, 4, 1)}
         for page, written in tokens.items():
             self.assertEqual(self.keys(store, page, 2), [key for key, _ in written])
-        store.settle(0)
+        store.drop_tail(0)
         held = store.pool.shape
         self.fill(store, 2, 3, 2)
         self.assertEqual((store.pool.shape, len({*store.tails.values()})), (held, 4))  # in the place of page 0's
@@ -195,7 +195,7 @@ class CudaInt8StoreTest(unittest.TestCase):
         store = self.made(self.device, 1, 1, 2, 1, 2)
         store.write(0, 0, [1.0, 5.0], [2.0, 2.0])
         store.write(0, 1, [float("inf"), 5.0], [nan, 2.0])
-        store.settle(0)
+        store.drop_tail(0)
         tokens = [[[number == number for number in row] for row in store.read(0, offset)] for offset in (0, 1)]
         self.assertEqual(tokens, [[[False, True], [True, True]], [[False, True], [False, False]]])
 
@@ -221,7 +221,7 @@ class CudaInt8ForwardTest(unittest.TestCase):
                     self.assertEqual(model.forward(Batch.of(early, page_size), store), [])
                     for piece in early:
                         for page in piece.pages[:len(piece.tokens) // page_size]:
-                            store.settle(page)
+                            store.drop_tail(page)
                     results.append(model.forward(Batch.of(late, page_size), store))
                 for others in zip(*results, strict=True):
                     for *wanted, got in zip(*others, strict=True):
@@ -250,7 +250,7 @@ class CudaInt8ForwardTest(unittest.TestCase):
         for name in (None, "key_codes", "value_codes"):
             store: Any = model.new_store(2, 4, "int8")
             model.forward(Batch.of([Piece([2, 1, 0, 1], 0, (0, 1), False)], 4), store)
-            store.settle(0)
+            store.drop_tail(0)
             if name:
                 numbers = getattr(store, name).numpy()
                 numbers[1] ^= 0x40

@@ -182,7 +182,7 @@ class KernelTest(KernelCase):
 
     def test_products_of_codes(self) -> None:
         """Against the matrix that ``quantization.dequantize`` makes of the same codes."""
-        from starter.backends.cuda.matrices import CodeMatrix
+        from starter.backends.cuda.matrices import DeviceCodeMatrix
         for bits in (8, 4):
             for symmetric in (True, False):
                 for group_size in (None, 1, 5, 32):
@@ -192,7 +192,7 @@ class KernelTest(KernelCase):
                         exact, x = self.np.array(dequantize(tensor)), self.draw(batch, columns)
                         with self.subTest(tensor=tensor, batch=batch):
                             for device in self.devices:
-                                matrix, rows = CodeMatrix(device, tensor), device.put([3, 0, 3], self.wp.int32)
+                                matrix, rows = DeviceCodeMatrix(device, tensor), device.put([3, 0, 3], self.wp.int32)
                                 sent, eights = [matrix.codes, device.put(x)], -(-batch // 8)
                                 wanted = x.astype(float) @ exact.T
                                 self.check(device, "blocks", self.kernels.times_codes, (4, batch), sent, wanted)
@@ -203,12 +203,12 @@ class KernelTest(KernelCase):
 
     def test_codes_with_zero_points_between_the_integers(self) -> None:
         """As llama.cpp's Q4_1 has them."""
-        from starter.backends.cuda.matrices import CodeMatrix
+        from starter.backends.cuda.matrices import DeviceCodeMatrix
         tensor = QuantizedTensor((2, 3), 4, 2, False, array("f", [0.5, 2.0, 1.0, 0.25]),
                                  array("f", [7.25, -3.5, 0.125, 8.0]), bytes([0x21, 0x0F, 0x43, 0x05]))
         weights = [[0.5 * (1 - 7.25), 0.5 * (2 - 7.25), 2.0 * (15 + 3.5)], [3 - 0.125, 4 - 0.125, 0.25 * (5 - 8)]]
         for device in self.devices:
-            matrix, x = CodeMatrix(device, tensor), self.draw(1, 3)
+            matrix, x = DeviceCodeMatrix(device, tensor), self.draw(1, 3)
             self.assertEqual(matrix.pick(device.put([0, 1], self.wp.int32)).numpy().tolist(), weights)
             self.check(device, "blocks", self.kernels.times_codes, (2, 1), [matrix.codes, device.put(x)],
                        x.astype(float) @ self.np.array(weights).T)

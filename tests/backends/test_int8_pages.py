@@ -172,7 +172,7 @@ class StoreTest(unittest.TestCase):
                     self.check(store, 2, tokens, whole=False)
                     self.assertEqual(list(store.tails), [2])
                     if count == size:
-                        store.settle(2)
+                        store.drop_tail(2)
                         self.check(store, 2, tokens, whole=True)
                         self.assertFalse(store.tails)
 
@@ -181,10 +181,10 @@ class StoreTest(unittest.TestCase):
         self.fill(store, 0, 3, seed=1)
         for settled in (False, True):
             if settled:
-                store.settle(0)
+                store.drop_tail(0)
             tokens = self.fill(store, 0, 3, seed=2)
             self.check(store, 0, tokens, whole=False)
-            store.settle(0)
+            store.drop_tail(0)
             self.check(store, 0, tokens, whole=True)
 
     def test_a_copy_has_codes_and_tail_and_is_its_own(self) -> None:
@@ -195,7 +195,7 @@ class StoreTest(unittest.TestCase):
                     target = source
                 tokens = self.fill(source, 4, count)
                 if count == 3:
-                    source.settle(4)
+                    source.drop_tail(4)
                 self.fill(target, 1, 2, seed=9)  # an earlier owner, whose tail must go
                 target.copy_page(4, 1, source if other_store else None)
                 self.check(target, 1, tokens, whole=count == 3)
@@ -205,7 +205,7 @@ class StoreTest(unittest.TestCase):
                     rest = [self.token(random.Random(7), source) for _ in range(3 - count)]
                     for offset, (key, value) in enumerate(rest, count):
                         target.write(1, offset, key, value)
-                    target.settle(1)
+                    target.drop_tail(1)
                     self.check(target, 1, tokens + rest, whole=True)
 
     def test_bytes_are_what_is_held(self) -> None:
@@ -251,7 +251,7 @@ class ForwardTest(unittest.TestCase):
                             got[i][piece.start + len(piece.tokens)] = row
                             full = (piece.start + len(piece.tokens)) // size
                             for page in piece.pages[:full] if settled else ():
-                                store.settle(page)
+                                store.drop_tail(page)
                     for rows, expected in zip(got, wanted):
                         self.assertEqual(rows, {end: expected[end] for end in rows})
 
@@ -282,7 +282,7 @@ class ForwardTest(unittest.TestCase):
         for name in (None, "key_codes", "value_codes"):
             store = model.new_store(2, 4, "int8")
             model.forward(Batch.of([Piece([3, 1, 4, 1], 0, (0, 1), False)], 4), store)
-            store.settle(0)
+            store.drop_tail(0)
             self.assertFalse(store.tails)  # type: ignore[attr-defined]
             if name:
                 getattr(store, name)[1] ^= 0x40
@@ -295,7 +295,7 @@ class ForwardTest(unittest.TestCase):
         tokens = [[1000.0 + dice.random(), *(dice.gauss(0, 1) for _ in range(7))] for _ in range(16)]
         for offset, key in enumerate(tokens):
             store.write(0, offset, key, key)
-        store.settle(0)
+        store.drop_tail(0)
         for offset, key in enumerate(tokens):
             self.assertLess(max(abs(a - b) for a, b in zip(store.read(0, offset)[0], key)), 0.02)
 
@@ -384,7 +384,7 @@ def alone(tokens: Sequence[Token], size: int) -> list[Token]:
     for position, (key, value) in enumerate(tokens):
         store.write(*divmod(position, size), key, value)
     for page in range(len(tokens) // size):
-        store.settle(page)
+        store.drop_tail(page)
     return [store.read(*divmod(position, size)) for position in range(len(tokens))]
 
 

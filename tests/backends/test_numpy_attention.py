@@ -101,7 +101,7 @@ class GroupTest(unittest.TestCase):
         """The steady state: nothing is padded, nothing hidden, the rows are a slice."""
         store = load_backend("numpy").kv_store(CONFIG, 8, 4)
         batch = Batch.of([Piece([0], 9, (i, i + 1, i + 2), True) for i in range(4)], 4)
-        group, = self.module.Plan.of(batch, store).groups
+        group, = self.module.AttentionPlan.of(batch, store).groups
         self.assertEqual((group.rows, group.hidden, group.slots.shape), (slice(0, 4), None, (4, 10)))
 
     def test_attention_agrees_with_the_plain_backend_however_it_is_grouped(self) -> None:

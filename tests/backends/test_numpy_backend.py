@@ -172,7 +172,7 @@ class Int8PagesTest(unittest.TestCase):
                     lengths[i] = start + count
                     for store in (plain, fast):
                         for page in range(4 * i, 4 * i + lengths[i] // size):
-                            store.settle(page)
+                            store.drop_tail(page)
                     self.check_same_bytes(plain, fast)
                 source, target = rng.sample(range(8), 2)
                 for store in (plain, fast):
@@ -189,7 +189,7 @@ class Int8PagesTest(unittest.TestCase):
         store = self.made(1, 1, 2, 1, 2)
         store.write(0, 0, [1.0, 5.0], [2.0, 2.0])
         store.write(0, 1, [float("inf"), 5.0], [float("nan"), 2.0])
-        store.settle(0)
+        store.drop_tail(0)
         tokens = [[[number == number for number in row] for row in store.read(0, offset)] for offset in (0, 1)]
         self.assertEqual(tokens, [[[False, True], [True, True]], [[False, True], [False, False]]])
 

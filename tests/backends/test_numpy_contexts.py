@@ -54,7 +54,7 @@ class Pair:
     def end(self, name: str) -> None:
         self.free += self.tables.pop(name)
         for page in self.free:
-            self.settle(page)
+            self.drop_tail(page)
         del self.lengths[name]
 
     def move(self, name: str) -> None:
@@ -65,7 +65,7 @@ class Pair:
         for store in self.stores:
             store.copy_page(table[i], target)
         self.free.append(table[i])
-        self.settle(table[i])
+        self.drop_tail(table[i])
         table[i] = target
 
     def overwrite(self, name: str) -> None:
@@ -75,9 +75,9 @@ class Pair:
         for store in self.stores:
             store.write(self.tables[name][page], offset, key, value)
 
-    def settle(self, page: int) -> None:
+    def drop_tail(self, page: int) -> None:
         for store in self.stores:
-            store.settle(page)
+            store.drop_tail(page)
 
     def number(self) -> float:
         return float(self.np.float32(self.dice.gauss(0, 1)))
@@ -96,7 +96,7 @@ class Pair:
                              for a, b in zip(mine, row, strict=True)))
         for piece in pieces:
             for page in piece.pages[piece.start // PAGE_SIZE:(piece.start + len(piece.tokens)) // PAGE_SIZE]:
-                self.settle(page)
+                self.drop_tail(page)
         return apart
 
 

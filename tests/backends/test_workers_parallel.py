@@ -343,7 +343,7 @@ class Pages(EngineCase):
         store = engine.kv.store
         self.assertGreater(sum(work.pages for work in model.work), 0)
         for process, member in enumerate(model.crew):
-            store.tell_settled(process)
+            store.pass_on_drops(process)
             self.assertEqual(member.stores[store.key].tails, {})
         self.assertFalse(store._tails)
 
@@ -352,7 +352,7 @@ class Pages(EngineCase):
         model.crew[1].close()
         with losses():
             model.forward(Batch.of([Piece([7], 3, (2, 3), True)], 2), store)
-        store.tell_settled(0)
+        store.pass_on_drops(0)
         self.assertEqual((store._tails, set(store.local.tails)), ({0, 1, 3}, {0, 1, 3}))
 
     def test_a_store_that_nobody_uses_is_given_up(self) -> None:

@@ -3,18 +3,19 @@
     engine = InferenceEngine.from_scenario(scenario, load_backend("cuda"))                      the GPU cuda:0
     engine = InferenceEngine.from_scenario(scenario, load_backend("cuda", device="cpu"))        the same kernels, no GPU
 
-The arithmetic is in ``backends/cuda/kernels.py``; read that first. Here are the calls, in the order in which ``model.py`` makes
-them: hidden states are arrays [T, columns] on the device, and never leave it. What travels in a step:
+The arithmetic is in ``kernels.py``; read that first. Here are the calls, in the order in which ``model.py`` makes them.
+Hidden states are arrays [T, columns] that stay on the device. What is copied in a step:
 
     host -> device    the tokens, their positions, and one array with the block tables
     device -> host    two numbers for each row whose next token is due: the likeliest token and its log-probability;
-                      all logits of a row only where somebody samples from them
+                      all logits of a row only if the sampler draws from them
 
-Weights and pages are float32 or float16 (``dtype``), or packed codes: int8 and int4 of weights, int8 of pages, whose
-floats are float32 whatever the dtype; sums are float32 always. In float16 pages a key or value beyond 65,504 becomes
-infinite, which ends its request ("the logits hold NaN or infinity").
-A row's sums are those of its own numbers, but another kernel forms them when it is alone than when it is one of
-several, so "batch equals solo" means equal greedy tokens here, not equal bits.
+Weights and pages are float32 or float16 (``dtype``), or packed codes: int8 and int4 for weights, int8 for pages. The
+floats of int8 pages are float32 whatever the dtype, and so are all sums. In float16 pages a key or value beyond 65,504
+becomes infinite, which ends its request ("the logits hold NaN or infinity").
+
+A row alone is computed by another kernel than a row among several, with sums in another order. So "batch equals solo"
+means equal greedy tokens here, not equal bits.
 
 Executed on the CPU, compiled for sm_89 (``scripts/compile_kernels.py``), not yet run on a GPU.
 """
@@ -28,26 +29,26 @@ from typing import Any, Union
 
 import warp as wp
 
-from starter.backend import Batch, KVBounds
+from starter.backend import Backend, Batch, KVBounds
 from starter.backends.cuda import kernels
 from starter.backends.cuda.device import NUMBERS, Array, Device
 from starter.backends.cuda.int8_pages import CudaInt8KVStore
-from starter.backends.cuda.int8_pages import page_bytes as int8_page_bytes
-from starter.backends.cuda.matrices import CodeMatrix, FloatMatrix, bytes_of
+from starter.backends.cuda.matrices import DeviceCodeMatrix, DeviceFloatMatrix, bytes_of
 from starter.backends.cuda.pages import CudaKVStore, page_bytes
+from starter.backends.int8_pages import page_bytes as int8_page_bytes
 from starter.base.weights import StoredWeights, Tensor
 from starter.errors import BackendError
 from starter.quantization import QuantizedTensor, quantize
 from starter.sampling import Choice, Logits
 from starter.schema import ModelConfig, QuantizationConfig
 
-Matrix = Union[FloatMatrix, CodeMatrix]
-Store = Union[CudaKVStore, CudaInt8KVStore]
+DeviceMatrix = Union[DeviceFloatMatrix, DeviceCodeMatrix]
+CudaStore = Union[CudaKVStore, CudaInt8KVStore]
 
 
-class CudaBackend:
-    """Implements ``backend.Backend``. ``rows``: of a step that scratch memory is planned for; a larger step runs as
-    long as there is memory. ``block`` and ``free_bytes``: see ``cuda_device.Device``."""
+class CudaBackend(Backend):
+    """The operations as kernels on a device. Scratch memory is planned for steps of up to ``rows`` rows; a larger step
+    runs as long as there is memory. ``block`` and ``free_bytes``: see ``device.Device``."""
 
     name = "cuda"
 
@@ -62,36 +63,30 @@ class CudaBackend:
     def __reduce__(self) -> Any:
         raise BackendError("backend 'cuda' lives in one process, as its arrays do; take workers=1")
 
-    # ------------------------------------------------------------------------------------------ loading
-
     def expect(self, weights: StoredWeights, quantization: QuantizationConfig | None) -> None:
-        """All these are going to be loaded: BackendError before the first one where they do not fit."""
         self.memory.plan({"weights": sum(
             bytes_of(tensor, quantization, self.dtype) if len(tensor.shape) == 2 else 4 * tensor.shape[0]
             for tensor in weights.values())})
 
     def matrix(self, tensor: Tensor | QuantizedTensor, quantization: QuantizationConfig | None,
-               importance: Sequence[float] | None = None) -> Matrix:
+               importance: Sequence[float] | None = None) -> DeviceMatrix:
         if isinstance(tensor, QuantizedTensor):
-            return CodeMatrix(self.device, tensor)
+            return DeviceCodeMatrix(self.device, tensor)
         if quantization:
-            return CodeMatrix(self.device, quantize(tensor.rows(), quantization, importance))
-        return FloatMatrix(self.device, tensor, self.dtype)
+            return DeviceCodeMatrix(self.device, quantize(tensor.rows(), quantization, importance))
+        return DeviceFloatMatrix(self.device, tensor, self.dtype)
 
     def vector(self, tensor: Tensor) -> Array:
         return self.device.put(list(tensor.values))
 
-    def rows(self, matrix: Matrix) -> list[list[float]]:
+    def rows(self, matrix: DeviceMatrix) -> list[list[float]]:
         return self.to_lists(matrix.pick(self._integers(range(matrix.shape[0]))))
 
-    def matrix_bytes(self, matrix: Matrix) -> int:
+    def matrix_bytes(self, matrix: DeviceMatrix) -> int:
         return matrix.nbytes
 
-    def working_bytes(self, matrix: Matrix) -> int:
-        return 0
-
     def kv_store(self, model: ModelConfig, num_pages: int, page_size: int, bounds: Sequence[KVBounds] = (),
-                 kv_quantization: str | None = None) -> Store:
+                 kv_quantization: str | None = None) -> CudaStore:
         page = page_bytes(model.layers * model.kv_width, page_size, self.dtype) if kv_quantization is None else (
             int8_page_bytes(model.layers, model.kv_heads, model.head_width, page_size))
         scratch = min(self.planned_rows, num_pages * page_size) * scratch_bytes(model)
@@ -99,18 +94,16 @@ class CudaBackend:
         return self._store(self.device, model, num_pages, page_size, kv_quantization, scratch)
 
     def host_kv_store(self, model: ModelConfig, num_pages: int, page_size: int, bounds: Sequence[KVBounds] = (),
-                      kv_quantization: str | None = None) -> Store:
-        """For pages that are swapped out: in the computer's own memory, of which the device's account knows nothing."""
+                      kv_quantization: str | None = None) -> CudaStore:
+        """In the computer's own memory, which the device's account does not count."""
         return self._store(Device("cpu"), model, num_pages, page_size, kv_quantization)
 
     def _store(self, device: Device, model: ModelConfig, num_pages: int, page_size: int,
-               kv_quantization: str | None, scratch: int = 0) -> Store:
+               kv_quantization: str | None, scratch: int = 0) -> CudaStore:
         shape = model.layers, model.kv_heads, model.head_width, num_pages, page_size
         return CudaInt8KVStore(device, *shape, scratch) if kv_quantization else CudaKVStore(device, *shape, self.dtype)
 
-    # --------------------------------------------------------------------------------------- operations
-
-    def embed(self, table: Matrix, tokens: Sequence[int]) -> Array:
+    def embed(self, table: DeviceMatrix, tokens: Sequence[int]) -> Array:
         return table.pick(self._integers(tokens))
 
     def norm(self, x: Array, gain: Array, epsilon: float) -> Array:
@@ -121,15 +114,14 @@ class CudaBackend:
     def norm_heads(self, x: Array, gain: Array, epsilon: float) -> Array:
         return self.norm(x, gain, epsilon)
 
-    def linear(self, matrix: Matrix, x: Array, bias: Array | None = None) -> Array:
+    def linear(self, matrix: DeviceMatrix, x: Array, bias: Array | None = None) -> Array:
         out = matrix.times(x)
         if bias is not None:
             self.device.threads(kernels.add_bias, out.shape, out, bias)
         return out
 
     def split(self, x: Array, widths: Sequence[int]) -> list[Array]:
-        ends = list(accumulate(widths))
-        return [x[:, end - width:end] for width, end in zip(widths, ends)]
+        return [x[:, end - width:end] for width, end in zip(widths, accumulate(widths))]
 
     def rotate(self, x: Array, positions: Sequence[int], frequencies: tuple[float, ...]) -> Array:
         out = self.device.empty(x.shape)
@@ -146,7 +138,7 @@ class CudaBackend:
             self._turned = list(positions), frequencies, turns
         return turns
 
-    def attend(self, q: Array, k: Array, v: Array, layer: int, store: Store, batch: Batch) -> Array:
+    def attend(self, q: Array, k: Array, v: Array, layer: int, store: CudaStore, batch: Batch) -> Array:
         return store.attend(q, k, v, layer, batch)
 
     def swiglu(self, gate: Array, up: Array) -> Array:
@@ -182,7 +174,7 @@ class CudaBackend:
 
 
 class DeviceRow:
-    """A row of logits that stays on the device until somebody looks at it."""
+    """A row of logits that stays on the device until it is read."""
 
     def __init__(self, x: Array, row: int) -> None:
         self._x, self._row = x, row
@@ -200,7 +192,7 @@ class DeviceRow:
 
 
 def scratch_bytes(model: ModelConfig) -> int:
-    """At most so many bytes of hidden states live at a time for each row of a step: those of a layer, and of the last
-    layer those that ``Model.forward`` has not yet let go of; then the logits."""
+    """The most bytes of hidden states that are alive at a time, for each row of a step: those of a layer and those of
+    the layer before that ``Model.forward`` still refers to; then the logits."""
     numbers = 5 * model.width + 4 * model.q_width + 6 * model.kv_width + 4 * model.ffn_width + model.vocab_size
     return 4 * numbers

@@ -1,9 +1,9 @@
-"""Optional · A device that runs the kernels of ``backends/cuda/kernels.py``: an NVIDIA GPU, or the processor in its place.
+"""Optional · A device that runs the kernels of ``kernels.py``: an NVIDIA GPU, or the processor in its place.
 
     device = Device("cuda:0")
-    x = device.empty((3, 64))                            an array [3, 64] of float32 there, holding anything
-    device.blocks(warp_kernels.norm, [3], ...)           3 blocks; the kernel's last thread number counts within a block
-    device.threads(warp_kernels.add, [3, 64], ...)       3 * 64 threads, in blocks that need not meet
+    x = device.empty((3, 64))                       an array [3, 64] of float32 there, not initialized
+    device.blocks(kernels.norm, [3], ...)           3 blocks; the kernel's last thread number counts within a block
+    device.threads(kernels.add, [3, 64], ...)       3 * 64 threads, in blocks that do not work together
 
 Executed on the CPU, compiled for sm_89 (``scripts/compile_kernels.py``), not yet run on a GPU.
 """
@@ -31,7 +31,7 @@ BLOCKS = (1, 32, 64, 128, 256)  # threads of a block: one, or whole warps of 32
 
 class Device:
     """``block``: threads of a block, by default 128 on a GPU and 1 on the CPU, which runs them one after the other.
-    ``free_bytes``: what the account of memory believes to be free; by default what the driver says."""
+    ``free_bytes``: the free memory that the account starts from; by default what the driver reports."""
 
     def __init__(self, name: str, block: int | None = None, free_bytes: int | None = None) -> None:
         self.wp = _find(name)
@@ -45,7 +45,7 @@ class Device:
         self.memory = DeviceMemory(name, free_bytes)
 
     def empty(self, shape: Sequence[int], dtype: Any = wp.float32) -> Array:
-        """A new array, which holds anything. BackendError where there is no memory for it."""
+        """A new array, not initialized. BackendError if there is no memory for it."""
         return self.memory.allocate(prod(shape) * wp.types.type_size_in_bytes(dtype),
                                     lambda: wp.empty(tuple(shape), dtype=dtype, device=self.wp))
 
@@ -67,7 +67,7 @@ class Device:
             wp.launch_tiled(kernel, dim=list(shape), inputs=arguments, device=self.wp, block_dim=self.block)
 
     def driver_peak(self) -> int | None:
-        """The most bytes that the driver's pool has given out, as the driver counts; None where there is none."""
+        """The most bytes that the driver's memory pool has given out, as the driver counts; None without a pool."""
         if not self.is_cuda or not self.wp.is_mempool_enabled:
             return None
         return int(wp.get_mempool_used_mem_high(self.wp))

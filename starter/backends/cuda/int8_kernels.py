@@ -1,20 +1,20 @@
-"""Optional · KV pages of 8-bit integers as GPU kernels (extra ``cuda``): the format and the rule of ``backends/int8_pages.py``.
+"""Optional · KV pages of 8-bit integers as GPU kernels (extra ``cuda``).
 
-Read ``backends/cuda/kernels.py`` first. In a step, layer by layer:
+Read ``kernels.py`` first, and ``backends/int8_pages.py`` for the format and the rule. In a step, layer by layer:
 
     write_int8   a block for each row and key/value head: the value becomes codes, the key goes to the page's tail
     encode_keys  a thread for each page that is full now and each of its channels: the channel gets its grid
     attend_int8  a block for each row and query head: the row's own page as floats from its tail, earlier ones as codes
 
-Codes lie as floats would, slot after slot, so that all three find a number where ``warp_kernels.slot`` says:
+Codes lie as floats would, slot after slot, so that all three find a number by ``kernels.slot``:
 
     page 0, layer 0                            page 0, layer 1        ...
     slot 0 [channel 0, channel 1, ...]         slot 0 [...]           key codes; value codes likewise
     slot 1 [channel 0, channel 1, ...]         slot 1 [...]
     grid   [low 0, low 1 ...] [scale 0 ...]    grid   [...]           of the keys: one for a page and layer
 
-A grid and its codes are found in double precision: few numbers, each once, and so the very codes, lows and scales that
-``int8_pages.encode_keys`` and ``encode_value`` make of the same floats. Attention adds up in float32, as ever.
+Grids and codes are computed in double precision. That is affordable, since each number is encoded once, and gives
+exactly the codes, lows and scales of ``int8_pages.encode_keys`` and ``encode_value``. Attention adds up in float32.
 
 Executed on the CPU, compiled for sm_89 (``scripts/compile_kernels.py``), not yet run on a GPU.
 """
@@ -33,7 +33,7 @@ SMALLEST_SCALE = wp.constant(wp.float64(int8_pages.SMALLEST_SCALE))
 
 @wp.struct
 class Int8Pages:
-    """The arrays of ``cuda_int8_pages.CudaInt8KVStore``. A *grid* is the number of a page and layer."""
+    """The arrays of a ``CudaInt8KVStore``. A *grid* is the number of a page and layer."""
 
     key_codes: wp.array2d[wp.uint8]  # [slots, kv_width]
     key_lows: wp.array2d[float]  # [grids, kv_width]
@@ -123,7 +123,7 @@ def dot_codes(q: wp.array2d[float], row: int, mine: int, c: Int8Pages, place: in
 @wp.kernel
 def attend_int8(p: Pages, q: wp.array2d[float], c: Int8Pages, head_width: int, group: int,
                 out: wp.array2d[float]) -> None:
-    """``warp_kernels.attend`` over codes, [T, H d]: the same blocks and the same online softmax; the score of a
+    """``kernels.attend`` over codes, [T, H d]: the same blocks and the same online softmax; the score of a
     position in the row's own page is of floats, and a value's scale is multiplied into its weight.
 
     n (2 kv_width + 4 kv_heads + 8 kv_width / page_size) bytes for each row, and 4 kv_width for each position in its

@@ -1,19 +1,19 @@
-"""Optional · KV pages of 8-bit integers on a device: the format of ``backends/int8_pages.py``, its kernels in
-``backends/cuda/int8_kernels.py``.
+"""Optional · KV pages of 8-bit integers on a device: the format and the rule of ``backends/int8_pages.py``. The kernels
+are in ``int8_kernels.py``.
 
 A page is one stretch of each of five arrays. A page that is being filled also has a *tail*, its keys as floats: four
-bytes a number, where both codes take two. A tail for every page would eat up most of what codes save, so they come from
-a pool of their own, and ``tails`` says which of them is whose.
+bytes a number, where both codes together take two. A tail for every page would cost most of what codes save, so tails
+come from a pool of their own, and ``tails`` says which page has which.
 
     pages   [ 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | ... ]     codes, grids and scales
     tails   {5: 0, 2: 2}     page 5 has tail 0, page 2 tail 2; tail 1 is free
     pool    [ 0 | 1 | 2 ]                               float32 keys of all layers
 
-``page_budget.make_cache`` says how many a budget pays for, and ``reserve_tails`` takes their memory at once, planned
-with all else. Sometimes there are more, as when samples fork beyond max_running: a pool that is too small doubles, by a
-copy, as long as there is memory; else a BackendError ends the request that wanted more, as whenever memory ends.
+``engine.make_cache`` computes how many tails a budget pays for, and ``reserve_tails`` takes their memory at once,
+planned with all else. Sometimes more are needed, as when samples fork beyond max_running: then the pool doubles, by a
+copy, as long as there is memory; if there is none, a BackendError ends the request that needed the tail.
 
-Which tail a row writes to goes down to the device with the block tables, once a step. No number comes back.
+The tail that each row writes to is sent with the block tables, once a step. No number comes back.
 
 Executed on the CPU, compiled for sm_89 (``scripts/compile_kernels.py``), not yet run on a GPU.
 """
@@ -30,33 +30,24 @@ from starter.backend import Batch, Piece
 from starter.backends.cuda import int8_kernels as kernels
 from starter.backends.cuda.device import Array, Device
 from starter.backends.cuda.pages import send
-from starter.backends.int8_pages import cut_by_page
-
-ARRAYS = ("key_codes", "key_lows", "key_scales", "value_codes", "value_scales")
+from starter.backends.int8_pages import ARRAYS, TailedStore, cut_by_page
 
 
-class CudaInt8KVStore:
-    """Implements ``backend.KVStore``. All floats are float32, whatever the backend's ``dtype``, which is that of the
-    weights then. ``copy_page`` from a store on another device brings the page over, and its tail. ``scratch``: bytes
-    that a step takes besides, for the plan."""
+class CudaInt8KVStore(TailedStore):
+    """All floats are float32; the backend's ``dtype`` is that of its weights then. ``copy_page`` also copies from a
+    store on another device, with the tail. ``scratch``: the bytes of a step's hidden states, for the memory plan."""
 
     def __init__(self, device: Device, layers: int, kv_heads: int, head_width: int, num_pages: int, page_size: int,
                  scratch: int = 0) -> None:
-        self.device, self.layers, self.head_width = device, layers, head_width
-        self.num_pages, self.page_size, self.scratch = num_pages, page_size, scratch
-        self.kv_heads, self.kv_width = kv_heads, kv_heads * head_width
-        self.width = layers * self.kv_width
-        self.page_bytes = page_bytes(layers, kv_heads, head_width, page_size)
-        self.tail_bytes = 4 * page_size * self.width
-        self.peak_tails = 0
+        super().__init__(layers, kv_heads, head_width, num_pages, page_size)
+        self.device, self.scratch = device, scratch
         grids = num_pages * layers
         slots = grids * page_size
-        self.key_codes = device.empty((slots, self.kv_width), wp.uint8)
-        self.key_lows, self.key_scales = (device.empty((grids, self.kv_width)) for _ in range(2))
-        self.value_codes = device.empty((slots, self.kv_width), wp.int8)
+        self.key_codes = device.empty((slots, self.row_width), wp.uint8)
+        self.key_lows, self.key_scales = (device.empty((grids, self.row_width)) for _ in range(2))
+        self.value_codes = device.empty((slots, self.row_width), wp.int8)
         self.value_scales = device.empty((slots, kv_heads))
-        self.tails: dict[int, int] = {}
-        self.pool: Array = device.empty((0, self.kv_width))
+        self.pool: Array = device.empty((0, self.row_width))
         self._sent: tuple[Batch | None, Any, Any, Array] = None, None, None, None
 
     # ------------------------------------------------------------------------------------------- tails
@@ -67,13 +58,13 @@ class CudaInt8KVStore:
         return int(self.pool.shape[0]) // (self.layers * self.page_size)
 
     def reserve_tails(self, count: int) -> None:
-        """Have a pool of so many, or more. BackendError, with nothing changed, where they do not fit."""
+        """Have a pool of ``count`` tails or more. BackendError, with nothing changed, if they do not fit."""
         if count > self._pool_size:
             self.device.memory.plan({"tails": count * self.tail_bytes, "scratch": self.scratch})
             self._grow(count)
 
     def _grow(self, count: int) -> None:
-        pool = self.device.empty((count * self.layers * self.page_size, self.kv_width))
+        pool = self.device.empty((count * self.layers * self.page_size, self.row_width))
         if self.tails:
             wp.copy(pool, self.pool, count=self.pool.size)
         self.pool = pool
@@ -81,8 +72,8 @@ class CudaInt8KVStore:
     def _tails_of(self, pages: Sequence[int]) -> dict[int, int]:
         """The tails of these pages, opened if need be.
 
-        What is in use is looked up first: a tail that another thread drops meanwhile, with a request that it cancels,
-        is not given to a second page in the same step."""
+        The tails in use are looked up first. So a tail that another thread drops meanwhile, with a request that it
+        cancels, is not given to a second page in the same step."""
         used = {*self.tails.values()}
         found = {page: self.tails.get(page, -1) for page in pages}
         new = [page for page, tail in found.items() if tail < 0]
@@ -94,51 +85,48 @@ class CudaInt8KVStore:
         self.peak_tails = max(self.peak_tails, len(self.tails))
         return found
 
-    def settle(self, page: int) -> None:
-        self.tails.pop(page, None)
-
     # ------------------------------------------------------------------------------------------- a step
 
     def attend(self, q: Array, k: Array, v: Array, layer: int, batch: Batch) -> Array:
         """``backend.Backend.attend`` over these pages."""
         pages, cells = self._write_layer(k, v, layer, batch)
         out = self.device.empty(q.shape)
-        grid, group = (q.shape[0], q.shape[1] // self.head_width), q.shape[1] // self.kv_width
+        grid, group = (q.shape[0], q.shape[1] // self.head_width), q.shape[1] // self.row_width
         self.device.blocks(kernels.attend_int8, grid, pages, q, cells, self.head_width, group, out)
         return out
 
     def _write_layer(self, k: Array, v: Array, layer: int, batch: Batch) -> tuple[Any, Any]:
         """Put the batch's rows into their slots; the tables and arrays on the device."""
         if self._sent[0] is not batch:
-            self._sent = batch, *self._send(batch)  # kept for the layers to come
+            self._sent = batch, *self._send(batch)  # kept for the other layers
         _, pages, cells, full = self._sent
         pages.layer = layer
         self.device.blocks(kernels.write_int8, (k.shape[0], self.kv_heads), pages, k, v, cells, self.head_width)
         if full is not None:
-            self.device.threads(kernels.encode_keys, (full.shape[0], self.kv_width), pages, full, cells)
+            self.device.threads(kernels.encode_keys, (full.shape[0], self.row_width), pages, full, cells)
         return pages, cells
 
     def _send(self, batch: Batch) -> tuple[Any, Any, Array]:
-        """Besides the tables: for each row the tail of its page, and the rows that fill one. O(pages) calls."""
+        """The tables, the arrays with the tail of each row's page, and the rows that fill a page. O(pages) calls."""
         parts = [part for span in batch.spans for part in cut_by_page(span, self.page_size)]
         owned = [part.pages[part.start // self.page_size] for part in parts]
         tails = self._tails_of(owned)
         rows = len(batch.tokens)
         own = [tail for page, part in zip(owned, parts) for tail in [tails[page]] * part.count]
         full = [part.first_row + part.count - 1 for part in parts if part.end % self.page_size == 0]
-        pages, besides = send(batch, self.device, self.layers, [*own, *full])
+        pages, tails_and_full = send(batch, self.device, self.layers, [*own, *full])
         cells = kernels.Int8Pages()
         for name in ARRAYS:
             setattr(cells, name, getattr(self, name))
-        cells.tails, cells.own = self.pool, besides[:rows]
-        return pages, cells, besides[rows:] if full else None
+        cells.tails, cells.own = self.pool, tails_and_full[:rows]
+        return pages, cells, tails_and_full[rows:] if full else None
 
     # --------------------------------------------------------------------------------------------- pages
 
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
         batch = Batch.of([Piece([0], offset, (page,), False)], self.page_size)
         for layer in range(self.layers):
-            part = slice(layer * self.kv_width, (layer + 1) * self.kv_width)
+            part = slice(layer * self.row_width, (layer + 1) * self.row_width)
             self._write_layer(self.device.put([key[part]]), self.device.put([value[part]]), layer, batch)
 
     def read(self, page: int, offset: int) -> tuple[list[float], list[float]]:
@@ -160,16 +148,10 @@ class CudaInt8KVStore:
         for name in ARRAYS:
             ours, theirs = getattr(self, name), getattr(origin, name)
             _copy(ours, target, theirs, source, ours.size // self.num_pages)
-        self.settle(target)
+        self.drop_tail(target)
         if source in origin.tails:
             tail = self._tails_of([target])[target]  # which may move the pool
             _copy(self.pool, tail, origin.pool, origin.tails[source], self.page_size * self.width)
-
-
-def page_bytes(layers: int, kv_heads: int, head_width: int, page_size: int) -> int:
-    """Bytes of a page: codes, a low and a scale for each channel, and a scale for each token and head."""
-    width = layers * kv_heads * head_width
-    return 2 * page_size * width + 2 * 4 * width + 4 * page_size * layers * kv_heads
 
 
 def _row(array: Array, row: int) -> Any:
@@ -178,5 +160,5 @@ def _row(array: Array, row: int) -> Any:
 
 
 def _copy(ours: Array, target: int, theirs: Array, source: int, numbers: int) -> None:
-    """The source-th stretch of so many numbers to the target-th."""
+    """Copy the source-th stretch of ``numbers`` numbers to the target-th."""
     wp.copy(ours, theirs, dest_offset=target * numbers, src_offset=source * numbers, count=numbers)

@@ -10,15 +10,17 @@ block can work together. Two shapes occur here:
 
                                                      column   0 1 2 3 4 5 6 7 8
                                                      thread   0 1 2 3 0 1 2 3 0     neighbours read neighbours
-                                                     ``tile_sum`` adds what the four found, and tells it to all
+                                                     ``tile_sum`` adds up the four sums, and gives all the total
 
-``wp.tile(number)`` lays the threads' numbers side by side, so that the block can add them up or look at each other's.
-Every element of a result is written by one thread, and threads meet in nothing but tiles: there is nothing to race for.
+``wp.tile(number)`` lays the threads' numbers side by side, so that the block can add them up or read each other's.
+Every element of a result is written by one thread, and threads exchange numbers only through tiles, so there are no
+races.
 
 How fast can it be? A GPU reads memory at a fixed rate (an RTX 4060 Ti: 288 GB/s) and multiplies far faster than that,
-so a kernel takes at least *bytes / rate*. Each docstring gives the bytes that must move, whatever the kernel does, and
-the arithmetic: T rows of the batch, D columns, R rows of the matrix, H heads of d numbers, n positions seen. Example:
-an int8 matrix [2048, 2048] and one row of x are 4.2 MB and 12.6 million operations: 15 microseconds for the bytes.
+so a kernel takes at least *bytes / rate*. Each docstring gives the bytes that must be moved, however the kernel is
+written, and the arithmetic: T rows of the batch, D columns, R rows of the matrix, H heads of d numbers, n positions
+seen. Example: an int8 matrix [2048, 2048] and one row of x are 4.2 MB and 12.6 million operations: 15 microseconds for
+the bytes.
 
 Written for Warp, so: ``wp.float32(0.0)`` is a variable that a loop may change, where ``0.0`` would be a constant.
 

@@ -3,8 +3,8 @@
     matrix.times(x)      x @ matrix.T: [T, D] -> [T, R]
     matrix.pick(rows)    some rows as floats: [T] -> [T, D]
 
-One row of x, as in the decode of a single request, has a kernel of its own; from two rows on eight share every weight
-that is read.
+One row of x, as in the decode of a single request, has a kernel of its own; from two rows on, eight rows share every
+weight that is read.
 
 Executed on the CPU, compiled for sm_89 (``scripts/compile_kernels.py``), not yet run on a GPU.
 """
@@ -24,7 +24,7 @@ from starter.quantization import QuantizedTensor
 from starter.schema import QuantizationConfig
 
 
-class FloatMatrix:
+class DeviceFloatMatrix:
     """[R, D] of float32 or float16."""
 
     def __init__(self, device: Device, tensor: Tensor, dtype: str) -> None:
@@ -49,9 +49,9 @@ class FloatMatrix:
         return out
 
 
-class CodeMatrix:
-    """A ``QuantizedTensor`` in the words of ``warp_kernels.Codes``. All codes are counted from 0 there: a symmetric one
-    is moved up by half of their number, which is then its zero point. One number in memory serves all groups."""
+class DeviceCodeMatrix:
+    """A ``QuantizedTensor`` in the words of ``kernels.Codes``. There all codes count from 0: a symmetric one is moved
+    up by half the number of codes, which becomes its zero point. One number in memory serves all groups."""
 
     def __init__(self, device: Device, tensor: QuantizedTensor) -> None:
         if tensor.scales.typecode != "f":
@@ -88,7 +88,7 @@ class CodeMatrix:
 
 
 def bytes_of(tensor: Tensor | QuantizedTensor, quantization: QuantizationConfig | None, dtype: str) -> int:
-    """That the matrix is going to take, before anything is made of it."""
+    """Bytes that the matrix will take on the device."""
     rows, columns = tensor.shape
     form = tensor if isinstance(tensor, QuantizedTensor) else quantization
     if form is None:
@@ -109,7 +109,7 @@ def _product(device: Device, one: Any, eight: Any, weights: Any, x: Array, rows:
 
 
 def _half(tensor: QuantizedTensor) -> int:
-    """Half of the number of codes."""
+    """Half the number of codes."""
     return 1 << (tensor.bits - 1)
 
 

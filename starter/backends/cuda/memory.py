@@ -1,8 +1,8 @@
 """Optional · Memory of a device, counted: what does not fit is refused before it is allocated.
 
-A GPU that is full fails in the middle of a step; on Windows the driver may quietly move pages to the computer's own
-memory instead, and everything is many times slower. So the engine does not wait for either. It takes at most 0.9 of the
-memory that was free when it began, and every array goes through one account:
+A GPU that is full fails in the middle of a step; on Windows the driver may silently move pages to the computer's own
+memory instead, and everything becomes many times slower. To avoid both, the engine takes at most 0.9 of the memory that
+was free when it began, and counts every array in one account:
 
     |<------------------------- free at the beginning ------------------------->|
     |<------------------------- limit: 0.9 of it ---------------------->|       |
@@ -13,7 +13,7 @@ memory that was free when it began, and every array goes through one account:
     memory.plan({"K/V pages": 6_000_000_000, "scratch": 100_000_000})     BackendError with the sum, if it is too much
     array = memory.allocate(4096, make)                                  or BackendError; counted until the array dies
 
-``peak`` is the largest ``live`` so far. Nothing here knows what a device is: ``make`` allocates, and may fail.
+``peak`` is the largest ``live`` so far. This account never touches a device: ``make`` allocates, and may fail.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import TypeVar
 
 from starter.errors import BackendError
 
-USABLE = 0.9  # of the memory that is free: the rest is for the driver, the screen and kernels that are loaded later
+USABLE = 0.9  # of the free memory: the rest is for the driver, the screen and kernels that are loaded later
 
 Made = TypeVar("Made")
 
 
 class DeviceMemory:
-    """The account of one device. ``free`` None: the amount is unknown, and nothing is refused. Thread-safe."""
+    """The account of one device. With ``free`` None the amount is unknown and nothing is refused. Thread-safe."""
 
     def __init__(self, device: str, free: int | None) -> None:
         if free is not None and (isinstance(free, bool) or not isinstance(free, int) or free < 1):
@@ -41,11 +41,11 @@ class DeviceMemory:
         self.limit: float = inf if free is None else int(USABLE * free)
         self.live = 0  # bytes of the arrays that exist
         self.peak = 0
-        self.planned = 0  # bytes of the largest plan: what was live then, and what was to come
-        self._lock = RLock()  # garbage is collected at any moment, and an array's end is counted then
+        self.planned = 0  # bytes of the largest plan: what was live then, and what was still to be allocated
+        self._lock = RLock()  # reentrant: garbage collection may count the end of an array at any moment
 
     def plan(self, parts: Mapping[str, int]) -> None:
-        """These bytes are going to be allocated. BackendError with the whole sum where they do not fit."""
+        """These bytes are going to be allocated. BackendError with the whole sum if they do not fit."""
         terms = {"already held": self.live, **parts}
         total = sum(terms.values())
         if total > self.limit:
@@ -56,8 +56,8 @@ class DeviceMemory:
         self.planned = max(self.planned, total)
 
     def allocate(self, nbytes: int, make: Callable[[], Made]) -> Made:
-        """What ``make`` returns, an array of so many bytes. BackendError where it would go beyond the limit, or where
-        the device fails to give it: nothing is counted then."""
+        """What ``make`` returns, an array of ``nbytes`` bytes. BackendError if it would exceed the limit, or if the
+        device fails to allocate it: nothing is counted then."""
         with self._lock:
             held, fits = self.live, self.live + nbytes <= self.limit
             if fits:

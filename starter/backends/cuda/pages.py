@@ -1,8 +1,8 @@
-"""Optional · The KV pages on a device, and what goes down to it once a step: one array of integers. (Pages of 8-bit
-integers are in ``backends/cuda/int8_pages.py``.)
+"""Optional · The KV pages on a device, and the one array of integers that is sent there in each step. (Pages of 8-bit
+integers are in ``int8_pages.py``.)
 
-The page manager decides on the host which request has which pages. All that a kernel needs of that for a step are the
-block tables and, for each row of the batch, whose it is and where in the request it stands:
+The page manager decides on the host which request has which pages. For a step a kernel needs only the block tables and,
+for each row of the batch, its request and its position:
 
     one array      [0 1 1 1 | 9 0 1 2 | 5 0 7  2 2 2]         a request with fewer pages repeats its first one
                     spans     positions  tables [2, 3]         (``attend`` never looks that far)
@@ -24,11 +24,12 @@ import warp as wp
 from starter.backend import Batch
 from starter.backends.cuda import kernels
 from starter.backends.cuda.device import NUMBERS, Array, Device
+from starter.kv_cache import KVStore
 
 
-class CudaKVStore:
-    """Implements ``backend.KVStore``: ``keys`` and ``values`` [pages * layers * page_size, kv_width], float32 or
-    float16. ``copy_page`` from a store on another device brings the page over."""
+class CudaKVStore(KVStore):
+    """``keys`` and ``values`` [pages * layers * page_size, kv_width], float32 or float16. ``copy_page`` also copies
+    from a store on another device."""
 
     def __init__(self, device: Device, layers: int, kv_heads: int, head_width: int, num_pages: int, page_size: int,
                  dtype: str) -> None:
@@ -37,7 +38,6 @@ class CudaKVStore:
         self.width = layers * self.kv_width
         self.dtype = NUMBERS[dtype]
         self.page_bytes = page_bytes(self.width, page_size, dtype)
-        self.tail_bytes = self.peak_tails = 0
         rows = num_pages * layers * page_size
         self.keys, self.values = (device.empty((rows, self.kv_width), self.dtype) for _ in range(2))
         self._sent: tuple[Batch | None, Any] = None, None
@@ -52,7 +52,7 @@ class CudaKVStore:
         return out
 
     def _pages_of(self, batch: Batch, layer: int) -> Any:
-        """The step's block tables on the device, for a layer. The last batch's are kept, for the layers to come."""
+        """The step's block tables on the device, for a layer. They are kept for the other layers of the batch."""
         if self._sent[0] is not batch:
             self._sent = batch, send(batch, self.device, self.layers)[0]
         pages = self._sent[1]
@@ -84,23 +84,20 @@ class CudaKVStore:
         for ours, theirs in ((self.keys, origin.keys), (self.values, origin.values)):
             wp.copy(ours, theirs, dest_offset=target * numbers, src_offset=source * numbers, count=numbers)
 
-    def settle(self, page: int) -> None:
-        """Nothing is kept besides the page."""
-
 
 def page_bytes(width: int, page_size: int, dtype: str) -> int:
     """Bytes of a page of tokens with ``width`` numbers each for key and value."""
     return 2 * int(wp.types.type_size_in_bytes(NUMBERS[dtype])) * page_size * width
 
 
-def send(batch: Batch, device: Device, layers: int, besides: Sequence[int] = ()) -> tuple[Any, Array]:
-    """The batch's spans, positions and block tables, in one copy to the device; and what else was to go with them."""
+def send(batch: Batch, device: Device, layers: int, more: Sequence[int] = ()) -> tuple[Any, Array]:
+    """The batch's spans, positions and block tables, and ``more`` integers, in one copy to the device."""
     rows, most = len(batch.tokens), max(len(span.pages) for span in batch.spans)
     spans = [number for number, span in enumerate(batch.spans) for _ in range(span.count)]
     tables = [page for span in batch.spans for page in (*span.pages, *[span.pages[0]] * (most - len(span.pages)))]
-    sent: Array = device.put([*spans, *batch.positions, *tables, *besides], wp.int32)
+    sent: Array = device.put([*spans, *batch.positions, *tables, *more], wp.int32)
     pages, end = kernels.Pages(), 2 * rows + len(tables)
     pages.spans, pages.positions = sent[:rows], sent[rows:2 * rows]
     pages.tables = sent[2 * rows:end].reshape((len(batch.spans), most))
     pages.page_size, pages.layers = batch.page_size, layers
-    return pages, sent[end:] if besides else None
+    return pages, sent[end:] if more else None

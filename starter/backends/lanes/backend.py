@@ -1,9 +1,9 @@
-"""M1 · The default backend: the operations of ``backend.py``, its products in lanes of long integers.
+"""M1 · Backend "cpu": the operations of ``backend.ReferenceBackend``, with products in lanes of long integers.
 
-``backend.py`` (``backend="reference"``) is the form to read, and the oracle of this one. Here a matrix is a
-``LaneMatrix`` and the pages are a ``LanesKVStore``; the rest is the same arithmetic with fewer steps for each number.
-Float weights are 14-bit integers with a scale a row: not the last bits of the reference, but its tokens (DESIGN.md,
-"Fast without packages", has the measured distances).
+Read ``ReferenceBackend`` first; it is the oracle of this one. Here a matrix is a ``LaneMatrix`` (``lanes.py``) and the
+pages are a ``LanesKVStore`` (``pages.py``); the rest is the same arithmetic with fewer steps for each number. Float
+weights become 14-bit integers with a scale for each row, so the last bits differ from the reference and the tokens do
+not (DESIGN.md, "Fast without packages", has the measured distances).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from starter.errors import BackendError
 from starter.quantization import QuantizedTensor, dequantize
 from starter.schema import ModelConfig, QuantizationConfig
 
-NUMBERS = {32: "14-bit, float", 24: "int8", 16: "int4"}  # what lanes of so many bits hold
+NUMBERS = {32: "14-bit, float", 24: "int8", 16: "int4"}  # bits of a lane: the weights that it holds
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A matrix in lanes, beside the codes that it was made of where it is quantized."""
+class PackedWeights:
+    """A matrix in lanes, and the codes that it was made of if it is quantized."""
 
     lanes: LaneMatrix
     codes: QuantizedTensor | None
 
 
 class LanesBackend(ReferenceBackend):
-    """Implements ``backend.Backend``."""
+    """The reference backend, with matrices and pages in lanes."""
 
     name = "cpu"
 
@@ -46,19 +46,17 @@ class LanesBackend(ReferenceBackend):
             raise BackendError("lanes are read as little-endian numbers; on this machine use backend='reference'")
         self._forms: Counter[tuple[int, int, int]] = Counter()
 
-    # ------------------------------------------------------------------------------------------ loading
-
     def matrix(self, tensor: Tensor | QuantizedTensor, quantization: QuantizationConfig | None,
                importance: Sequence[float] | None = None) -> Any:
         made = super().matrix(tensor, quantization, importance)
-        packed = (Packed(LaneMatrix.of_codes(made), made) if isinstance(made, QuantizedTensor)
-                  else Packed(LaneMatrix.of_floats(made), None))
+        packed = (PackedWeights(LaneMatrix.of_codes(made), made) if isinstance(made, QuantizedTensor)
+                  else PackedWeights(LaneMatrix.of_floats(made), None))
         rows, columns = packed.lanes.shape
         self._forms[rows, columns, packed.lanes.bits] += 1
         return packed
 
     def plan(self) -> str:
-        """Which form each matrix was given, as a table."""
+        """The form that each matrix was given, as a table."""
         lines = ["matrices      rows  columns  weights        lanes        MB"]
         for (rows, columns, bits), count in self._forms.items():
             size = count * rows * columns * bits / 8 / 1e6
@@ -87,29 +85,20 @@ class LanesBackend(ReferenceBackend):
                                f"{positions:,}; take fewer pages, or backend='reference' or 'numpy'")
         return LanesKVStore(model.layers, model.kv_heads, model.head_width, num_pages, page_size, bounds)
 
-    # --------------------------------------------------------------------------------------- operations
-
     def embed(self, table: Any, tokens: Sequence[int]) -> Rows:
         row = table.codes.row if table.codes else table.lanes.row
         return [list(row(token)) for token in tokens]
 
     def norm(self, x: Rows, gain: Row, epsilon: float) -> Rows:
-        return [self._norm_row(row, gain, epsilon) for row in x]
-
-    def _norm_row(self, row: Row, gain: Row, epsilon: float) -> list[float]:
-        scale = sqrt(len(row)) / hypot(*row, sqrt(len(row) * epsilon))  # no square overflows
-        return [value * scale * g for value, g in zip(row, gain)]
+        scales = [sqrt(len(row)) / hypot(*row, sqrt(len(row) * epsilon)) for row in x]  # no square overflows
+        return [[value * scale * g for value, g in zip(row, gain)] for row, scale in zip(x, scales)]
 
     def _products(self, matrix: Any, x: Rows) -> Rows:
         return list(map(matrix.lanes.times, x))
 
-    def _rotate_row(self, row: Row, position: int, frequencies: tuple[float, ...]) -> list[float]:
-        cosines, sines = _turns(position, frequencies, len(row) // (2 * len(frequencies)))
-        turned: list[float] = [0.0] * len(row)
-        even, odd = row[0::2], row[1::2]
-        turned[0::2] = [a * c - b * s for a, b, c, s in zip(even, odd, cosines, sines)]
-        turned[1::2] = [a * s + b * c for a, b, c, s in zip(even, odd, cosines, sines)]
-        return turned
+    def rotate(self, x: Rows, positions: Sequence[int], frequencies: tuple[float, ...]) -> Rows:
+        return [_rotated(row, *_turns(position, frequencies, len(row) // (2 * len(frequencies))))
+                for row, position in zip(x, positions)]
 
     def attend(self, q: Rows, k: Rows, v: Rows, layer: int, store: Any, batch: Batch) -> Rows:
         store.write_layer(layer, batch.slots, k, v)
@@ -118,6 +107,14 @@ class LanesBackend(ReferenceBackend):
 
     def swiglu(self, gate: Rows, up: Rows) -> Rows:
         return [_swiglu_row(gates, ups) for gates, ups in zip(gate, up)]
+
+
+def _rotated(row: Row, cosines: Row, sines: Row) -> list[float]:
+    turned: list[float] = [0.0] * len(row)
+    even, odd = row[0::2], row[1::2]
+    turned[0::2] = [a * c - b * s for a, b, c, s in zip(even, odd, cosines, sines)]
+    turned[1::2] = [a * s + b * c for a, b, c, s in zip(even, odd, cosines, sines)]
+    return turned
 
 
 def _swiglu_row(gates: Row, ups: Row) -> list[float]:
@@ -129,6 +126,6 @@ def _swiglu_row(gates: Row, ups: Row) -> list[float]:
 
 @lru_cache(maxsize=65_536)
 def _turns(position: int, frequencies: tuple[float, ...], heads: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Cosines and sines of ``cpu_backend.rotary_turns``, repeated for each head."""
+    """Cosines and sines of ``backend.rotary_turns``, repeated for each head."""
     cosines, sines = zip(*rotary_turns(position, frequencies) * heads)
     return cosines, sines

@@ -1,8 +1,8 @@
-"""M4, M5 · Attention in lanes straight from int8 pages (read ``backends/lanes/lanes.py`` and ``backends/int8_pages.py`` first).
+"""M4, M5 · Attention in lanes straight from int8 pages. Read ``lanes.py`` and ``backends/int8_pages.py`` first.
 
-A page's codes stay one byte each in memory. When a page is looked at, its bytes are spread out, one to each lane of 32
-bits, with a single slice assignment; keys lie channel after channel and values token after token, just as the products
-need them:
+A page's codes stay one byte each in memory. When attention looks at a page, a single slice assignment spreads its bytes
+out, one to each lane of 32 bits. Keys lie channel after channel and values token after token, as the products need
+them:
 
     codes of channel 0   | 7 | 0 | 255 | 31 |   -->   31 * 2**96 + 255 * 2**64 + 0 * 2**32 + 7
 
@@ -12,9 +12,9 @@ need them:
     output            =  sum over tokens of (p_t scale_t) code_t
 
 No lane overflows: |q scale| is scaled to (2**31 - 1) / (255 sqrt(d)), by Cauchy-Schwarz; the integers p_t scale_t are
-positive and add up to less than 2**24, times codes below 2**8 (the sign leaves as an offset of 128).
+positive and add up to less than 2**24, times codes below 2**8 (their sign is removed by an offset of 128).
 
-The numbers depend on a row's own pages alone, so batch equals solo bit for bit, here too.
+The numbers depend on a row's own pages alone, so batch equals solo bit for bit here, too.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ FULL = 2.0**24  # what integer weights may add up to
 
 
 class LanesInt8KVStore(Int8KVStore):
-    """The same pages, and attention on them."""
+    """Int8 pages, and attention on them in lanes."""
 
     def attend(self, q: Sequence[Sequence[float]], layer: int, batch: Batch) -> list[list[float]]:
         """Attention of every row of the batch over its own request's positions up to its own (``backend.attend``)."""
         return [row for span in batch.spans for part in self.parts(span) for row in self._attend_part(q, layer, part)]
 
     def _attend_part(self, q: Sequence[Sequence[float]], layer: int, part: Span) -> list[list[float]]:
-        """The rows of one page: they see its keys as floats, those of earlier pages as codes."""
+        """Rows of one page, which is the last that they see: of its keys the floats, of earlier pages the codes."""
         rows: list[list[float]] = [[] for _ in range(part.count)]
         own, width = part.start // self.page_size, self.head_width
         tail = self._tail(part.pages[own])

@@ -1,7 +1,7 @@
 """M1 · Matrix times vector inside big integers: hundreds of small products for the price of one.
 
 CPython multiplies a long integer by a short one in a tight C loop. So one long integer holds a whole *column* of the
-matrix, a weight in each *lane* of 32 bits, and the product W x is one sum over columns:
+matrix: its bits are divided into *lanes* of 32 bits, with one weight in each. The product W x is one sum over columns:
 
         row 0 [ 2 -1]                    column 0 =  2 + 3 * 2**32 - 4 * 2**64
     W = row 1 [ 3  5]     x = [10 7]     column 1 = -1 + 5 * 2**32 + 6 * 2**64
@@ -11,15 +11,15 @@ matrix, a weight in each *lane* of 32 bits, and the product W x is one sum over 
      7 * column 1 =      |      42      |      35      |       -7     |
               sum =      |       2      |      65      |       13     |  = W x, row by row
 
-Why no lane spills into its neighbour. The sum is the integer  acc_0 + acc_1 * 2**32 + acc_2 * 2**64 + ...  with
-acc_r = W_r . x, whatever happened on the way there; the lanes can be told apart again if every |acc_r| < 2**31.
-By Cauchy-Schwarz |W_r . x| <= |W_r| |x|, so x is scaled to integers of length |x| <= (2**31 - 1) / max_r |W_r|:
-the lane is filled and cannot overflow, and nobody has to look for the largest product. (acc_r is an integer, so the
-rounding of this bound in doubles, below a thousandth, cannot carry it to 2**31.) What is left for each number of x is
-about 11 bits at 288 columns and 14-bit weights, 8 bits at 4,096.
+Why no lane overflows into its neighbour. The sum is the integer  acc_0 + acc_1 * 2**32 + acc_2 * 2**64 + ...  with
+acc_r = W_r . x, whatever the partial sums were; the lanes can be separated again if every |acc_r| < 2**31. By
+Cauchy-Schwarz |W_r . x| <= |W_r| |x|, so x is scaled to integers of length |x| <= (2**31 - 1) / max_r |W_r|. That fills
+the lane and cannot overflow it, without a search for the largest product. (acc_r is an integer, so the rounding of this
+bound in doubles, below a thousandth, cannot carry it to 2**31.) It leaves about 11 bits for each number of x at 288
+columns and 14-bit weights, 8 bits at 4,096.
 
-Weights become integers too, row by row: 14 bits and a scale for float weights (an error of 1e-4 of the row's size),
-or the codes of a quantized row as they are: int8 in lanes of 24 bits, int4 in 16, which cost less in proportion.
+Weights become integers too, row by row: 14 bits and a scale for float weights (an error of 1e-4 of the row's size), or
+the codes of a quantized row as they are: int8 in lanes of 24 bits, int4 in 16, which cost proportionally less.
 
 Memory: 4.3, 3.2 and 2.1 bytes a weight. Time: ``python3 scripts/bench.py --suite stdlib`` measures it beside a loop.
 
@@ -40,11 +40,11 @@ from struct import Struct
 from starter.quantization import QuantizedTensor
 
 WEIGHT_BITS = 14  # of a float weight in a lane
-BLOCK_ROWS = 2048  # lanes in one integer at most: longer ones fall out of the processor's first cache
+BLOCK_ROWS = 2048  # most lanes in one integer: longer ones do not fit in the processor's first cache
 KEPT_ROWS = 1024  # that ``row`` remembers
-LEAST = 8  # root mean square that the integers of x must have room for, or they would be mostly rounding
-_MAGIC = 1.5 * 2.0**52  # doubles from 2**52 to 2**53 are whole numbers: adding this rounds what is added
-UNITS = {32: 1.0, 24: 2.0**-8, 16: 1.0}  # what ``unpack``'s numbers count in: those of 24 bits come 2**8 times as large
+LEAST = 8  # root mean square that the integers of x must have room for: with less they would be mostly rounding error
+_MAGIC = 1.5 * 2.0**52  # doubles from 2**52 to 2**53 are whole numbers, so adding this to a number rounds it
+UNITS = {32: 1.0, 24: 2.0**-8, 16: 1.0}  # the unit of ``unpack``'s numbers: those of 24 bits come 2**8 times as large
 
 
 def to_integers(x: Sequence[float], factor: float) -> list[int]:
@@ -81,7 +81,7 @@ def pack(numbers: Iterable[int], bits: int) -> int:
 
 
 def unpack(total: int, count: int, bits: int) -> memoryview:
-    """The way back from ``pack``: ``count`` numbers, each of |n| < 2**(bits - 1), in multiples of ``UNITS[bits]``."""
+    """The inverse of ``pack``: ``count`` numbers, each of |n| < 2**(bits - 1), in multiples of ``UNITS[bits]``."""
     half = ones(count, bits) << bits - 1
     raw: bytes | bytearray = ((total + half) ^ half).to_bytes(count * bits // 8, "little")
     if bits == 24:  # no such number in memory: 3 bytes into the upper 3 of 4, where the sign is and all is times 2**8
@@ -93,7 +93,7 @@ def unpack(total: int, count: int, bits: int) -> memoryview:
 
 
 def _narrowed(raw: bytes, bits: int) -> bytes | bytearray:
-    """Numbers of 4 bytes -> their low bytes, so many as a lane has."""
+    """Numbers of 4 bytes -> their low bytes, as many as a lane has."""
     size = bits // 8
     if size == 4:
         return raw

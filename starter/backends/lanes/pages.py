@@ -1,8 +1,8 @@
-"""M4 · Attention on pages whose keys and values are integers in lanes (read ``backends/lanes/lanes.py`` first).
+"""M4 · Attention on pages whose keys and values are integers in lanes (read ``lanes.py`` first).
 
-A page keeps the keys of each head *transposed*: one long integer for each of the head's d numbers, a token in each
-lane. The values lie the other way: one long integer for each token, a number in each lane. So both products are a
-few long multiplications for each page:
+A page keeps the keys of each head *transposed*: one long integer for each of the head's d numbers, with a token in each
+lane. The values are kept the other way round: one long integer for each token, with a number in each lane. So both
+products are a few long multiplications for each page:
 
     keys of a page, d = 2                        scores   =  q_0 * key 0  +  q_1 * key 1      all tokens at once
     key 0   | token 3 | token 2 | token 1 | token 0 |
@@ -12,9 +12,8 @@ few long multiplications for each page:
     token 0 | number 1 | number 0 |
     token 1 | number 1 | number 0 |
 
-Fixed point: a number is stored as round(number / unit), 16 bits, with the unit from the bound that the weights set
-(``model.kv_bounds``: nothing can lie outside; the little that rounded weights may add to it is cut off). Lanes have 32
-bits:
+Fixed point: a number is stored as round(number / unit) in 16 bits, with the unit from the bound that the weights set
+(``model.kv_bounds``: no number can exceed it; the little that rounded weights may add is cut off). Lanes have 32 bits:
 
 - scores: q is scaled to an integer vector of length (2**31 - 1) / |longest key|, a power of two times its true size,
   so no score overflows (Cauchy-Schwarz) and a score is a number of 2**-e;
@@ -22,10 +21,10 @@ bits:
   operations on the whole row of lanes: with scores in units of 2**-20 a shift by 11 leaves the distance from the
   largest in units of 2**-9, the index into the table. The weights p are integers, too;
 - output: |sum p_t v_t| <= sum(p) * 2**15, so p is taken from the table whose sum stays under 2**16. (Each of n weights
-  may have been rounded up by a half in either table: n is set aside.) A weight below 2**-16 of all counts as none; with
-  n positions of equal weight that is coarse from n = 8,192 on, which is the limit.
+  may have been rounded up by a half in either table, so n is set aside.) A weight below 2**-16 of the sum counts as
+  none; with n positions of equal weight that is coarse from n = 8,192 on, which is the limit.
 
-Every row is computed on its own, in an order that only its position sets: batch equals solo, bit for bit.
+Every row is computed separately, in an order that depends on its position alone: batch equals solo, bit for bit.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from operator import itemgetter, mul, truediv
 
 from starter.backend import Batch, KVBounds, Span
 from starter.backends.lanes.lanes import lane, largest_exponent, ones, pack, to_integers, unpack
+from starter.kv_cache import KVStore
 
 BITS = 32
 MOST = 2**15 - 1  # of a stored number
@@ -46,19 +46,19 @@ TABLE = 2**16  # entries: down to exp(-128)
 FULL = 2**16  # what integer attention weights may add up to
 MOST_POSITIONS = 2**13
 
-Keys = list[int]  # of a page in one layer: for each number of a key, head after head, the tokens in lanes
-Values = list[list[int]]  # of a page in one layer: for each head, for each token, the numbers in lanes
+PageKeys = list[int]  # of a page in one layer: for each number of a key, head after head, the tokens in lanes
+PageValues = list[list[int]]  # of a page in one layer: for each head, for each token, the numbers in lanes
 
 
 @lru_cache(maxsize=32)
 def exp_table(shift: int) -> tuple[int, ...]:
-    """exp(-(i + 1/2) / 512), the middle of step i, in multiples of 2**(shift - 15); from 12 on e is 0 of these."""
+    """exp(-(i + 1/2) / 512), the middle of step i, in multiples of 2**(shift - 15); beyond exp(-12) all are 0."""
     above_zero = tuple(round(exp(-(i + 0.5) / 2**STEPS) * FULL / 2 ** (shift + 1)) for i in range(12 * 2**STEPS))
     return above_zero + (0,) * (TABLE - len(above_zero))
 
 
-class LanesKVStore:
-    """Implements ``backend.KVStore``. Slots of a page are written in order; writing the first empties the page."""
+class LanesKVStore(KVStore):
+    """Keys and values in lanes. The slots of a page are written in order; writing the first one empties the page."""
 
     def __init__(self, layers: int, kv_heads: int, head_width: int, num_pages: int, page_size: int,
                  bounds: Sequence[KVBounds]) -> None:
@@ -71,18 +71,13 @@ class LanesKVStore:
         self._key_factors = [[1.0 / unit for unit in units] for units in self.key_units]
         self._value_factors = [[1.0 / unit for unit in units for _ in range(head_width)] for units in self.value_units]
         self._scores: dict[int, list[float]] = {}
-        self.keys: list[list[Keys]] = [[[] for _ in range(num_pages)] for _ in range(layers)]
-        self.values: list[list[Values]] = [[[] for _ in range(num_pages)] for _ in range(layers)]
+        self.keys: list[list[PageKeys]] = [[[] for _ in range(num_pages)] for _ in range(layers)]
+        self.values: list[list[PageValues]] = [[[] for _ in range(num_pages)] for _ in range(layers)]
         self._reach = (2.0**31 - 1.0) / (MOST * sqrt(head_width)) - 0.5 * sqrt(head_width)
-
-    tail_bytes = peak_tails = 0
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page's integers as CPython keeps them: 24 and 4 for each 30 bits, and 8 for the reference."""
-        keys = self.head_width * (32 + 4 * -(-self.page_size * BITS // 30))
-        values = self.page_size * (32 + 4 * -(-self.head_width * BITS // 30))
-        return self.layers * self.kv_heads * (keys + values)
+        # Bytes of integers as CPython keeps them: 24 and 4 for each 30 bits, and 8 for the reference.
+        key_bytes = head_width * (32 + 4 * -(-page_size * BITS // 30))
+        value_bytes = page_size * (32 + 4 * -(-head_width * BITS // 30))
+        self.page_bytes = layers * kv_heads * (key_bytes + value_bytes)
 
     # ------------------------------------------------------------------------------------------- writing
 
@@ -125,9 +120,6 @@ class LanesKVStore:
             self.keys[layer][target] = list(origin.keys[layer][source])
             self.values[layer][target] = [list(head) for head in origin.values[layer][source]]
 
-    def settle(self, page: int) -> None:
-        """Nothing is kept beside the pages."""
-
     # ----------------------------------------------------------------------------------------- attention
 
     def attend(self, q: Sequence[Sequence[float]], layer: int, batch: Batch) -> list[list[float]]:
@@ -143,7 +135,7 @@ class LanesKVStore:
         length = hypot(*query)
         if not isfinite(length):
             return [nan] * len(row)
-        # A power of two: scores then come in units of 2**-exponent. One for all heads, so no longer than all together.
+        # Scaled by a power of two, scores come in units of 2**-exponent; all heads together have one exponent.
         exponent = largest_exponent(length, self._reach)
         integers = to_integers(query, 2.0**exponent)
         keys, values = self.keys[layer], self.values[layer]
@@ -167,7 +159,7 @@ class LanesKVStore:
                                    for head in range(self.kv_heads) for _ in range(group) for i in range(width)]
         return self._scores[layer]
 
-    def _softmax(self, query: list[int], exponent: int, key_pages: list[Keys], seen: int) -> Sequence[int]:
+    def _softmax(self, query: list[int], exponent: int, key_pages: list[PageKeys], seen: int) -> Sequence[int]:
         """Attention weights of the first ``seen`` tokens: integers that add up to at most ``FULL``."""
         if seen == 1:
             return (1,)
@@ -196,7 +188,7 @@ def _look_up(indices: list[int], shift: int) -> tuple[int, ...]:
 
 
 def stored(numbers: Sequence[float], factors: Sequence[float]) -> list[int]:
-    """Numbers in units of 1 / factor. Whatever lies outside the bounds is cut: a lane never overflows."""
+    """Numbers in units of 1 / factor. A number outside the bounds is cut, so no lane overflows."""
     integers = to_integers(list(map(mul, numbers, factors)), 1.0)
     if max(integers) > MOST or min(integers) < -MOST:
         return [max(-MOST, min(MOST, integer)) for integer in integers]

@@ -1,4 +1,4 @@
-"""Optional · Attention of a whole batch in a few array operations: requests of like length side by side.
+"""Optional · Attention of a whole batch in a few array operations: requests of similar length side by side.
 
     decodes at positions 4, 5, 5, and a chunk of 3 rows that ends with position 8
 
@@ -22,32 +22,32 @@ from typing import Any, Protocol, Union
 import numpy as np
 
 from starter.backend import Batch, Span
-from starter.backends.numpy.contexts import KeptContexts, Pages, pass_on
+from starter.backends.numpy.contexts import GatheredStore, KeptContexts, pass_on
 
 Array = Any  # numpy.ndarray
-Rows = Union[slice, Array]
+RowIndex = Union[slice, Array]  # of a batch
 
 PADDING = 12_000  # numbers of padded keys, in a layer, that cost about as much as the calls for one more group
 TILE = 128 * 1024  # numbers of a group's keys, in a layer: what is multiplied at once stays in the cache
 SAFE = 60.0  # exp(60) * exp(-(-60)) * any context is far from float32's end, 1e38
 
 
-class PagedStore(Pages, Protocol):
+class PlannedStore(GatheredStore, Protocol):
     """What grouping asks of a store."""
 
     page_size: int
-    plan: Plan | None
+    plan: AttentionPlan | None
 
     def parts(self, span: Span) -> Iterable[Span]:
         """The span, cut where its rows must not be computed together."""
 
 
-@dataclass(eq=False)  # not frozen, which would set each field through a call: there is one or more a step
+@dataclass(eq=False)
 class Group:
     """S spans with ``count`` rows each, the shortest context first; n is the longest."""
 
     count: int
-    rows: Rows  # of the batch: [S * count]
+    rows: RowIndex  # [S * count]
     written: Array  # [S * count]: slots of those rows
     ends: list[int]  # of the contexts: [S]
     tables: tuple[tuple[int, ...], ...]  # their pages: S block tables
@@ -93,7 +93,7 @@ class Group:
 
 
 @dataclass(eq=False)
-class Plan:
+class AttentionPlan:
     """A batch's slots as an array, and its groups."""
 
     batch: Batch
@@ -101,7 +101,7 @@ class Plan:
     groups: list[Group]
 
     @classmethod
-    def of(cls, batch: Batch, store: PagedStore) -> Plan:
+    def of(cls, batch: Batch, store: PlannedStore) -> AttentionPlan:
         """The plan of the last batch is kept in the store, for the layers to come and for the next batch."""
         last = store.plan
         if last is None or last.batch is not batch:
@@ -117,7 +117,7 @@ class Plan:
 
 def grouped(spans: Iterable[Span], key_width: int) -> Iterator[list[Span]]:
     """Spans of equal count, the shortest context first, as many together as PADDING and TILE allow. Decodes that stay
-    together stay in one group, until somebody begins a page."""
+    together stay in one group until one of them begins a page."""
     group: list[Span] = []
     total = 0
     for span in sorted(spans, key=lambda span: (span.count, span.end)):
@@ -136,14 +136,14 @@ def grouped(spans: Iterable[Span], key_width: int) -> Iterator[list[Span]]:
 @lru_cache(8)
 def _tables(tables: tuple[tuple[int, ...], ...], page_size: int) -> tuple[Array, Array]:
     """Block tables, the shorter ones padded with their first page, and the slots of all their pages: [S, most pages],
-    [S, most pages * page_size]. They are the same from one decode to the next, until somebody begins a page."""
+    [S, most pages * page_size]. They stay the same from one decode to the next until a request begins a page."""
     most = max(map(len, tables))
     pages = np.array([table + table[:1] * (most - len(table)) for table in tables], dtype=np.intp)
     return pages, (pages[:, :, None] * page_size + np.arange(page_size)).reshape(len(tables), -1)
 
 
-def _rows(spans: list[Span]) -> Rows:
-    """The rows of the batch that belong to spans of equal count: a slice, where they lie side by side."""
+def _rows(spans: list[Span]) -> RowIndex:
+    """The rows of the batch that belong to spans of equal count: a slice if they lie side by side."""
     count, firsts = spans[0].count, [span.first_row for span in spans]
     end = firsts[0] + len(spans) * count
     if firsts == list(range(firsts[0], end, count)):
@@ -174,7 +174,7 @@ def attend(q: Array, keys: Array, values: Array, group: Group) -> Array:
     if group.hidden is not None:
         masked = scores.reshape(spans, -1, group.count, longest)
         masked += group.hidden
-    if not safe:  # the largest score of each row to 0; it is not needed else, and costs as much as a product
+    if not safe:  # shift the largest score of each row to 0; this costs as much as a product
         with np.errstate(invalid="ignore"):  # inf - inf
             scores -= scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores, out=scores)

@@ -1,19 +1,18 @@
-"""Optional · The format of ``backends/int8_pages.py``, byte for byte, in NumPy arrays (extra ``numpy``).
+"""Optional · Int8 pages in NumPy arrays: the format and the rule of ``backends/int8_pages.py``, byte for byte.
 
-Here a block's three numbers are axes of their own: ``key_codes[page, layer, head]`` is [head_width, page_size].
+Here page, layer and head are axes of their own: ``key_codes[page, layer, head]`` is [head_width, page_size].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from starter.backend import Span
-from starter.backends.int8_pages import SMALLEST_SCALE, cut_by_page
-from starter.backends.numpy.attention import Group, Plan
+from starter.backends.int8_pages import ARRAYS, SMALLEST_SCALE, TailedStore
+from starter.backends.numpy.attention import AttentionPlan, Group
 from starter.backends.numpy.contexts import Room
 
 Array = Any  # numpy.ndarray
@@ -39,25 +38,22 @@ def encode_values(values: Array) -> tuple[Array, Array]:
     return np.rint(numbers / scale[..., None]).astype(np.int8), np.where(finite, scale, np.nan)
 
 
-class NumpyInt8KVStore:
+class NumpyInt8KVStore(TailedStore):
     """Keys and values of the whole pool as codes, and the tails of the pages that are being filled."""
 
     def __init__(self, layers: int, kv_heads: int, head_width: int, num_pages: int, page_size: int) -> None:
-        self.kv_heads, self.head_width, self.page_size = kv_heads, head_width, page_size
-        self.width = layers * kv_heads * head_width
+        super().__init__(layers, kv_heads, head_width, num_pages, page_size)
         blocks = (num_pages, layers, kv_heads)
         self.key_codes = np.zeros((*blocks, head_width, page_size), dtype=np.uint8)
         self.key_lows = np.zeros((*blocks, head_width), dtype=np.float32)
         self.key_scales = np.zeros((*blocks, head_width), dtype=np.float32)
         self.value_codes = np.zeros((*blocks, page_size, head_width), dtype=np.int8)
         self.value_scales = np.zeros((*blocks, page_size), dtype=np.float32)
-        self.tails: dict[int, Array] = {}
-        self._tail_shape = (layers, kv_heads, page_size, head_width)
-        self.page_bytes = 2 * page_size * self.width + 2 * 4 * self.width + 4 * page_size * layers * kv_heads
-        self.tail_bytes = 4 * page_size * self.width
-        self.peak_tails = 0
-        self.plan: Plan | None = None
+        self.plan: AttentionPlan | None = None
         self._room = Room()
+
+    def _new_tail(self) -> Array:
+        return np.zeros((self.layers, self.kv_heads, self.page_size, self.head_width), dtype=np.float32)
 
     # ------------------------------------------------------------------------------------------- writing
 
@@ -74,24 +70,10 @@ class NumpyInt8KVStore:
             codes, lows, scales = encode_keys(self._tail(page)[layer].swapaxes(1, 2))
             self.key_codes[page, layer], self.key_lows[page, layer], self.key_scales[page, layer] = codes, lows, scales
 
-    def _tail(self, page: int) -> Array:
-        tail = self.tails.get(page)
-        if tail is None:
-            tail = self.tails[page] = np.zeros(self._tail_shape, dtype=np.float32)
-            self.peak_tails = max(self.peak_tails, len(self.tails))
-        return tail
-
-    def settle(self, page: int) -> None:
-        self.tails.pop(page, None)
-
     # ------------------------------------------------------------------------------------------- reading
 
-    def parts(self, span: Span) -> Iterable[Span]:
-        """Rows of different pages see different numbers."""
-        return [span] if span.count == 1 else cut_by_page(span, self.page_size)
-
     def looks_the_same(self, group: Group) -> bool:
-        """When a request begins a page, it sees the one before as codes, no more as floats."""
+        """When a request begins a page, it sees the one before as codes, no longer as floats."""
         return all((end - 1) % self.page_size for end in group.ends)
 
     def gather(self, layer: int, group: Group) -> tuple[Array, Array]:
@@ -130,15 +112,15 @@ class NumpyInt8KVStore:
     # --------------------------------------------------------------------------------------------- pages
 
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
-        self.plan = None  # and with it what it keeps, which may be of this page
+        self.plan = None  # and the contexts that it keeps, which may be of this page
         slot = page * self.page_size + offset
-        for layer, rows in enumerate(np.asarray([key, value], np.float32).reshape(2, self._tail_shape[0], 1, -1
-                                                                                  ).swapaxes(0, 1)):
-            self.write_layer(layer, [slot], *rows)
+        keys, values = np.asarray([key, value], np.float32).reshape(2, self.layers, 1, -1)
+        for layer in range(self.layers):
+            self.write_layer(layer, [slot], keys[layer], values[layer])
 
     def read(self, page: int, offset: int) -> tuple[list[float], list[float]]:
-        layers, kv_heads, size, width = self._tail_shape
-        key, value = (np.empty((layers, size, kv_heads, width), dtype=np.float32) for _ in range(2))
+        shape = self.layers, self.page_size, self.kv_heads, self.head_width
+        key, value = (np.empty(shape, dtype=np.float32) for _ in range(2))
         self._read_keys(key, page, slice(None))
         self._read_values(value, page, slice(None))
         if page in self.tails:
@@ -146,10 +128,10 @@ class NumpyInt8KVStore:
         return key[:, offset].ravel().tolist(), value[:, offset].ravel().tolist()
 
     def copy_page(self, source: int, target: int, origin: NumpyInt8KVStore | None = None) -> None:
-        self.plan = None  # and with it what it keeps, which may be of this page
+        self.plan = None  # and the contexts that it keeps, which may be of this page
         origin = origin or self
-        for name in ("key_codes", "key_lows", "key_scales", "value_codes", "value_scales"):
+        for name in ARRAYS:
             getattr(self, name)[target] = getattr(origin, name)[source]
-        self.settle(target)
+        self.drop_tail(target)
         if source in origin.tails:
             self._tail(target)[:] = origin.tails[source]

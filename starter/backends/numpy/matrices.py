@@ -7,15 +7,15 @@
     |  the next tile ...        |       the next tile takes its place, so it stays in the cache
 
 NumPy multiplies floats, so every product turns every code into a float again. A group's scale and zero point are the
-same for all its codes, so they leave the sum (as in ``quantization.matvec``),
+same for all its codes, so they can be taken out of the sum (as in ``quantization.matvec``),
 
     sum(scale * (code - zero) * x)  =  scale * (sum(code * x) - zero * sum(x))
 
 and the codes become floats without being multiplied by anything: one product for each group, then one scale for each
-product. With many rows of x those products are more numbers than the codes, and the scales go into the tile instead.
+product. With many rows of x those products are more numbers than the codes, so then the codes of the tile are scaled.
 
-What this saves is memory, not time: a product of one row takes about twice as long as with float weights (with int4 a
-little more than with int8), and the rows of a batch share a tile, so that the loss shrinks as the batch grows.
+This saves memory, not time: a product of one row takes about twice as long as with float weights (with int4 a little
+more than with int8). The rows of a batch share a tile, so the loss shrinks as the batch grows.
 ``scripts/bench.py --suite ladder`` measures it in whole runs.
 
 int4 codes are kept as 0 .. 15 (a symmetric one is moved up by 8, which is its zero point then), two a byte: column c in
@@ -32,15 +32,15 @@ import numpy as np
 from starter.quantization import QuantizedTensor
 
 Array = Any  # numpy.ndarray
-Rows = Union[slice, Array]
+RowIndex = Union[slice, Array]
 
 TILE = 128 * 1024  # numbers in a tile: half a megabyte of float32
-FEW = 40  # rows of x up to which a product for each group is the faster way
-_rooms = local()  # of each thread: where its tile is made; a new array for each would cost page faults
+FEW = 40  # rows of x up to which a product for each group is faster
+_rooms = local()  # of each thread: memory for its tile; a new array for each tile would cost page faults
 
 
 class PackedMatrix:
-    """A ``QuantizedTensor`` as arrays. Computes in float32, or where the scales need it in float64."""
+    """A ``QuantizedTensor`` as arrays. Computes in float32, or in float64 if the scales need it."""
 
     def __init__(self, tensor: QuantizedTensor) -> None:
         self.shape, self.bits = tensor.shape, tensor.bits
@@ -61,8 +61,8 @@ class PackedMatrix:
         self._forget_grids_of_zeros()
 
     def _forget_grids_of_zeros(self) -> None:
-        """A group of zeros gets the scale 0: its own may be large, and sum(code * x) - zero * sum(x) would leave its
-        rounding among the sums of the others."""
+        """Give a group of zeros the scale 0: its own may be large, and then the rounding error of
+        sum(code * x) - zero * sum(x) would be added to the sums of the others."""
         if self.zero_points is None:
             return
         rows, columns = self.shape
@@ -74,7 +74,7 @@ class PackedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Of codes, scales and zero points."""
+        """Bytes of codes, scales and zero points."""
         return sum(array.nbytes for array in (self.codes, self.scales, self.zero_points) if array is not None)
 
     def times(self, x: Array) -> Array:
@@ -89,7 +89,7 @@ class PackedMatrix:
             out -= by_group.sum(axis=1).T @ (self.scales * self.zero_points)
         return out
 
-    def rows(self, index: Rows) -> Array:
+    def rows(self, index: RowIndex) -> Array:
         """Some rows, dequantized: float32 [rows, columns]."""
         numbers = self._floats(self.codes[index])                                       # [rows, groups, group size]
         if self.zero_points is not None:

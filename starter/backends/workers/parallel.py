@@ -4,16 +4,16 @@
 
     one step's batch        A   B   C   D   E
     process 0, the parent   A       C       E       computes its share while the others compute theirs
-    process 1, a child          B       D           a pipe (backends/workers/process.py): pieces go there, logits come back
+    process 1, a child          B       D           a pipe (process.py): pieces go there, logits come back
 
-Python code runs on one core; two processes run on two. Scheduler, block tables and sampling stay in the parent and
-do not notice: ``ParallelModel`` is a ``Model``, ``ParallelStore`` a ``KVStore``. Every row of a batch is computed on
-its own, so the tokens are those of one process, bit for bit (with numpy: as far as batch equals solo there).
+Python code runs on one core; two processes run on two. Scheduler, block tables and sampling stay in the parent and see
+no difference: ``ParallelModel`` is a ``Model``, ``ParallelStore`` a ``KVStore``. Every row of a batch is computed
+separately, so the tokens are those of one process, bit for bit (with numpy: as far as batch equals solo there).
 
 - Pages. Every process has room for all pages, and a page's numbers are in one process or in several. A request is
-  computed where its pages are. If that is unfair, or they are in two places (a prefix that two others computed), the
-  missing ones are copied first. A page that was written is up to date only where it was written.
-- Loss. A child that is killed takes its pages along. The parent knows the tokens in each page, and lets another process
+  computed where its pages are. If the load is uneven, or its pages are in two places (a prefix that two others
+  computed), the missing ones are copied first. A page that was written is up to date only where it was written.
+- Loss. A child that is killed loses its pages. The parent knows the tokens in each page, and has another process
   compute them again when they are next needed: no request ends and no token changes.
 """
 
@@ -36,7 +36,7 @@ from starter.errors import BackendError
 from starter.kv_cache import KVStore
 from starter.model import Model
 
-PAGE_PRICE = 1 / 32  # copying a page to another process takes about so much of the time of computing a token
+PAGE_PRICE = 1 / 32  # the time to copy a page to another process, in times to compute a token
 
 _numbers = count()
 
@@ -47,30 +47,29 @@ class _Page:
     tokens: list[int | None] = field(default_factory=list)  # in its slots; None: numbers that came from no token
 
 
-class ParallelStore:
-    """Implements ``backend.KVStore``: knows which processes hold which page, and passes everything on to them."""
+class ParallelStore(KVStore):
+    """Knows which processes hold which page, and passes every operation on to them."""
 
     def __init__(self, crew: Sequence[Shelves | Worker], key: Key, local: KVStore) -> None:
         self.key, self.local, self.page_size = key, local, key[2]
         self.width, self.page_bytes, self.tail_bytes = local.width, local.page_bytes, local.tail_bytes
-        self.peak_tails = 0
-        self._tails: set[int] = set()  # pages that have one, wherever they are
+        self._tails: set[int] = set()  # pages that have one, in any process
         self._crew = crew
         self._pages: dict[int, _Page] = defaultdict(_Page)
-        self._settled: list[list[int]] = [[] for _ in crew]  # not yet told to each process
-        self._lock = Lock()  # of _settled
+        self._dropped: list[list[int]] = [[] for _ in crew]  # by process: tails whose end it does not know yet
+        self._lock = Lock()  # of _dropped
 
     def ask(self, process: int, name: str, *arguments: Any) -> Callable[[], Any]:
         """Have a process do something with its store of this key; what is returned waits for the answer."""
-        self.tell_settled(process)
+        self.pass_on_drops(process)
         return self._crew[process].ask(name, self.key, *arguments)
 
-    def tell_settled(self, process: int) -> None:
-        """Pass on what was settled since the last time."""
+    def pass_on_drops(self, process: int) -> None:
+        """Have a process drop the tails that were dropped since the last call."""
         with self._lock:
-            pages, self._settled[process] = self._settled[process], []
+            pages, self._dropped[process] = self._dropped[process], []
         if pages:
-            self._crew[process].ask("settle", self.key, pages)()
+            self._crew[process].ask("drop_tails", self.key, pages)()
 
     def _holder(self, page: int) -> int:
         """The first living process that holds a page."""
@@ -91,22 +90,22 @@ class ParallelStore:
         return numbers
 
     def copy_page(self, source: int, target: int, origin: ParallelStore | None = None) -> None:
-        """In every process that holds it. What is lost can still be computed again, in its new place."""
+        """In every process that holds it. A lost page can still be computed again, in its new place."""
         origin = origin or self
         page = origin._pages[source]
         for process in sorted(page.where):
-            with suppress(WorkerLost):  # then it holds nothing any more
+            with suppress(WorkerLost):  # its pages are lost
                 self.ask(process, "copy", source, target, origin.key)()
         self._pages[target] = _Page(set(page.where), list(page.tokens))
         if source in origin._tails:
             self._opened(target)
 
-    def settle(self, page: int) -> None:
-        """Waits for nobody: a process is told when it is next asked for something."""
+    def drop_tail(self, page: int) -> None:
+        """Waits for no process: each one gets this together with the next operation."""
         if self.tail_bytes:
             self._tails.discard(page)
             with self._lock:
-                for pages in self._settled:
+                for pages in self._dropped:
                     pages.append(page)
 
     # ------------------------------------------------------------------------------------ for ParallelModel
@@ -133,7 +132,7 @@ class ParallelStore:
         return piece
 
     def bring(self, pieces: Sequence[Piece], process: int) -> int:
-        """Copy to a process the pages that it lacks to compute these pieces; how many."""
+        """Copy to a process the pages that it lacks to compute these pieces. Returns their number."""
         missing: dict[int, list[int]] = defaultdict(list)  # by where they are
         for page in dict.fromkeys(page for piece in pieces for page in self.missing(piece, process)):
             missing[self._holder(page)].append(page)
@@ -151,12 +150,12 @@ class ParallelStore:
                 self._written(process, piece.pages[page], offset, token)
 
     def notes(self, pieces: Sequence[Piece]) -> dict[int, _Page]:
-        """What is noted now of the pages that these pieces write to."""
+        """The present notes on the pages that these pieces write to."""
         return {page: _Page(set(self._pages[page].where), list(self._pages[page].tokens))
                 for piece in pieces for page in piece.pages[piece.start // self.page_size:]}
 
     def take_back(self, notes: dict[int, _Page]) -> None:
-        """The step failed: nobody may count on what it was about to write."""
+        """The step failed: restore the notes from before it."""
         self._pages.update(notes)
 
     def _written(self, process: int, page: int, offset: int, token: int | None) -> None:
@@ -181,14 +180,14 @@ class Work:
 
 
 class ParallelModel(Model):
-    """A model whose batches are computed by so many processes. BackendError where one cannot be started."""
+    """A model whose batches are computed by several processes. BackendError if one cannot be started."""
 
     def __init__(self, model: Model, processes: int) -> None:
         vars(self).update(vars(model))  # the same weights under the same names
         self._here = Shelves(model)
         self.crew: list[Shelves | Worker] = [self._here]
         self.work = [Work() for _ in range(processes)]
-        self._told: list[Shelves | Worker] = []  # whose end needs no warning any more
+        self._known_ends: list[Shelves | Worker] = []  # members whose end needs no warning any more
         try:
             self.crew += (Worker(f"worker {number}", model) for number in range(1, processes))
             for member in self.crew:
@@ -204,7 +203,7 @@ class ParallelModel(Model):
     def close(self) -> None:
         """End the children; this process computes alone from now on. Idempotent."""
         for member in self.crew[1:]:
-            self._told.append(member)
+            self._known_ends.append(member)
             member.close()
 
     def new_store(self, num_pages: int, page_size: int, kv_quantization: str | None = None,
@@ -218,18 +217,18 @@ class ParallelModel(Model):
     def forward(self, batch: Batch, store: KVStore) -> Sequence[Sequence[float]]:
         """As ``Model.forward``. When a child is found to have ended, the others compute the batch again."""
         assert isinstance(store, ParallelStore)
-        self._tell_losses()
+        self._warn_of_losses()
         try:
             return self._forward(batch, store)
         except WorkerLost:
-            if not self._tell_losses():
+            if not self._warn_of_losses():
                 raise
             return self.forward(batch, store)
 
-    def _tell_losses(self) -> int:
-        """A warning for each child that has ended by itself, once; how many of them."""
-        lost = [member for member in self.crew if not member.alive and member not in self._told]
-        self._told += lost
+    def _warn_of_losses(self) -> int:
+        """Warn once of each child that has ended by itself. Returns the number of new ones."""
+        lost = [member for member in self.crew if not member.alive and member not in self._known_ends]
+        self._known_ends += lost
         for member in lost:
             warnings.warn(f"{member}; the other processes go on, and compute again what it held", RuntimeWarning,
                           stacklevel=3)
@@ -248,7 +247,7 @@ class ParallelModel(Model):
                 store.note([pieces[i] for i in share], process)
                 self.work[process].pieces += len(share)
                 self.work[process].tokens += sum(len(pieces[i].tokens) for i in share)
-            store.tell_settled(0)
+            store.pass_on_drops(0)
             alone = len(shares[0]) == len(pieces) and pieces == given
             rows = super().forward(batch, store.local) if alone else self._compute(pieces, shares, store)
         except BaseException:
@@ -256,12 +255,12 @@ class ParallelModel(Model):
             raise
         for piece, whole in zip(given, pieces):
             for page in whole.pages[whole.start // store.page_size:piece.start // store.page_size]:
-                store.settle(page)  # full, and computed once more
+                store.drop_tail(page)  # full, and computed once more
         return rows
 
     def _compute(self, pieces: Sequence[Piece], shares: Sequence[Sequence[int]],
                  store: ParallelStore) -> list[Sequence[float]]:
-        """Logits of the pieces that want them, each piece computed by the process in whose share it is."""
+        """Logits of the pieces that want them, each computed by the process whose share it belongs to."""
         mine, *others = ([pieces[i] for i in share] for share in shares)
         answers = [store.ask(process, "forward", theirs) if theirs else list
                    for process, theirs in enumerate(others, start=1)]

@@ -1,13 +1,13 @@
-"""M6 · A process that computes for another: a child holds weights and pages, and does what a pipe asks it to do.
+"""M6 · A process that computes for another: a child holds weights and pages, and answers requests from a pipe.
 
     parent: Worker ── (operation, arguments) ──▶ child: serve() ── calls ──▶ Shelves
                    ◀── (True, answer) or (False, exception) ──
 
-What is asked of which process is decided in ``backends/workers/parallel.py``; there the parent's own part is a ``Shelves``, too.
+``parallel.py`` decides what to ask of which process; the parent's own part is a ``Shelves``, too.
 
-A child ends with ``Worker.close``, with the garbage collection of its Worker, and with its parent, however that ends:
-the pipe is closed then. It is started by a command line of its own, not by ``multiprocessing``: so no script needs a
-``__main__`` guard, and it works where there is no file to import, as in notebooks.
+A child ends with ``Worker.close``, with the garbage collection of its Worker, and with its parent, however that ends,
+because the pipe is closed then. It is started by a command line of its own, not by ``multiprocessing``, so no script
+needs a ``__main__`` guard, and it works without a file to import, as in notebooks.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Key = tuple[int, int, int, Union[str, None]]  # of a store: its number, num_page
 
 
 class WorkerLost(BackendError):
-    """A child has ended; what it held is to be computed again."""
+    """A child has ended; what it held must be computed again."""
 
 
 class Shelves:
-    """The stores of one process by their keys, made when first used, and what can be done with them there."""
+    """The stores of one process by their keys, made when first used, and the operations on them."""
 
-    alive = True  # as a ``Worker`` may not be
+    alive = True  # unlike a ``Worker``, always
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -50,13 +50,13 @@ class Shelves:
         return "this process"
 
     def wait_until_ready(self) -> None:
-        """It is."""
+        """This process always is."""
 
     def close(self) -> None:
-        """Nothing is to be ended."""
+        """There is no child to end."""
 
     def ask(self, name: str, *arguments: Any) -> Callable[[], Any]:
-        """As ``Worker.ask``, but the answer is there at once."""
+        """As ``Worker.ask``, but the answer is available at once."""
         answer = getattr(self, name)(*arguments)
         return lambda: answer
 
@@ -95,10 +95,10 @@ class Shelves:
         """``KVStore.read``."""
         return self.store(key).read(page, offset)
 
-    def settle(self, key: Key, pages: Iterable[int]) -> None:
-        """``KVStore.settle``, of several pages."""
+    def drop_tails(self, key: Key, pages: Iterable[int]) -> None:
+        """``KVStore.drop_tail``, of several pages."""
         for page in pages:
-            self.store(key).settle(page)
+            self.store(key).drop_tail(page)
 
 
 # ------------------------------------------------------------------------------------------------ processes
@@ -108,7 +108,7 @@ class Worker:
     """A child process that holds a model, seen from the parent.
 
     The pipe belongs to one thread here, so that a KeyboardInterrupt, which goes to the main thread, never leaves half
-    a message in it: whoever is interrupted only misses an answer.
+    a message in it: the interrupted caller only misses an answer.
     """
 
     def __init__(self, name: str, model: Model) -> None:
@@ -129,7 +129,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Was it neither closed nor found to have ended?"""
+        """False once it was closed or found to have ended."""
         return self.close.alive
 
     def wait_until_ready(self) -> None:
@@ -147,7 +147,7 @@ class Worker:
             answer = self._thread.submit(self._exchange, (name, arguments), sent)
         except RuntimeError:  # the thread was shut down
             raise WorkerLost(str(self)) from None
-        sent.wait()  # else the thread would find no time while the caller computes
+        sent.wait()  # otherwise the thread might get no time while the caller computes
         return answer.result
 
     def _exchange(self, message: object, sent: Event) -> Any:
@@ -169,11 +169,11 @@ class Worker:
 
 
 def _end(process: subprocess.Popen[bytes], thread: ThreadPoolExecutor) -> None:
-    """End a child, which holds nothing that would have to be put away, and leave nothing of it."""
+    """End a child, which holds nothing that must be saved, and its pipe and thread."""
     process.kill()
     process.wait()
     for pipe in filter(None, (process.stdout, process.stdin)):
-        with suppress(OSError):  # what it did not read any more is of no use
+        with suppress(OSError):  # a message that it did not read any more
             pipe.close()
     thread.shutdown(wait=False)
 
@@ -183,9 +183,9 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    sys.stdout = sys.stderr  # what anybody prints goes there, not between the answers
+    sys.stdout = sys.stderr  # printed text goes there, not between the answers
     shelves: Shelves | None = None
-    with suppress(OSError):  # nobody is there to read an answer
+    with suppress(OSError):  # the parent is gone, and reads no answer
         while True:
             try:
                 message = pickle.load(sys.stdin.buffer)
@@ -200,11 +200,11 @@ def serve() -> None:
                 result = False, portable(error)
             pickle.dump(result, answers, protocol=5)
             answers.flush()
-    os._exit(0)  # without another attempt at the pipe
+    os._exit(0)  # without another attempt to flush the pipe
 
 
 def portable(error: Exception) -> Exception:
-    """The error itself if it survives pickling, else one of ours with its type and text."""
+    """The error itself if it can be pickled, else a BackendError with its type and text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
