@@ -16,10 +16,10 @@ class Store(PlainStore):
 
     def __init__(self) -> None:
         super().__init__(4, 1)
-        self.drop_taild: list[int] = []
+        self.dropped: list[int] = []
 
     def drop_tail(self, page: int) -> None:
-        self.drop_taild.append(page)
+        self.dropped.append(page)
 
 
 class PoolModel:
@@ -27,7 +27,7 @@ class PoolModel:
 
     def __init__(self, num_pages: int) -> None:
         self.users: Counter[int] = Counter()
-        self.drop_taild: list[int] = []
+        self.dropped: list[int] = []
         self.cached: list[int] = []  # least recently used first
         self.num_pages, self.peak, self.evictions = num_pages, 0, 0
 
@@ -52,7 +52,7 @@ class PoolModel:
     def drop(self, page: int, published: bool) -> None:
         self.users[page] -= 1
         if not self.users[page]:
-            self.settled.append(page)
+            self.dropped.append(page)
             if published:
                 self.cached.append(page)
 
@@ -65,7 +65,7 @@ class Pool(unittest.TestCase):
         equal(pool.available, model.num_pages - len(model.used))
         equal(list(pool.cached), model.cached)
         equal(pool.shared, sum(users > 1 for users in model.users.values()))
-        equal(pool.store.settled, model.settled)  # each page when its last user has left it, and no other
+        equal(pool.store.dropped, model.dropped)  # each page when its last user has left it, and no other
         equal((pool.peak, pool.evictions), (model.peak, model.evictions))
         for page in range(model.num_pages):
             state = "used" if model.users[page] else "cached" if page in model.cached else "free"
