@@ -25,11 +25,12 @@ if not __package__:  # run as a file: make the package importable, and its modul
 
 from starter.backend import Backend, load_backend
 from starter.base.console import EXIT_DIFFERS, EXIT_OK, Console, Table, check_writable, complain, guarded, run_program
+from starter.base.statistics import Summary
 from starter.base.tokenizer import CharacterTokenizer
 from starter.base.wings import wing
 from starter.engine import InferenceEngine, Played, play, quantization_config, tokens_of
 from starter.errors import RequestError
-from starter.metrics import Metrics, Summary
+from starter.metrics import Metrics
 from starter.scheduler import counted
 from starter.schema import (
     EngineSettings,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from starter import scheduler
+from starter.base.statistics import Summary
 from starter.engine import Answers, InferenceEngine
-from starter.metrics import Summary
 from starter.model import Model
 from starter.sampling import Draws
 from starter.scheduler import ContinuousBatchScheduler, FirstComeFirstServed, Plan, ShortestRemainingWithAging

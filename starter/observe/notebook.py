@@ -25,9 +25,10 @@ from starter.observe.report import PHASES, build_model
 from starter.scheduler import ScheduleDecision, counted
 
 if TYPE_CHECKING:
+    from starter.base.statistics import Summary
     from starter.engine import InferenceEngine
     from starter.kv_cache import KVCacheManager
-    from starter.metrics import Metrics, Summary
+    from starter.metrics import Metrics
     from starter.quantization import QuantizedTensor
     from starter.timeline import Timeline
 

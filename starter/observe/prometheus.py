@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Union
 
-from starter.metrics import Histogram, Metrics
+from starter.base.statistics import Histogram
+from starter.metrics import Metrics
 
 
 @dataclass(frozen=True)
