@@ -6,5 +6,5 @@
     report.py, viewer/              one HTML page that replays it
     perfetto.py, prometheus.py      for other tools
     notebook.py                     pictures in notebooks
-    commands.py                     ``python3 -m starter replay | check | metrics | trace | report``
+    commands.py                     what ``python3 -m starter`` calls: replay, check, metrics, trace, report
 """

@@ -3,7 +3,7 @@
     generate_requests(Workload(seed=7, requests=20, arrivals="bursty"), model)    -> requests, cancel events
     generate_scenario(Workload(seed=7), page_size=4)                              -> a whole Scenario
     requests_from_trace("AzureLLMInferenceTrace_conv.csv", model)                 -> requests
-    python3 -m starter.workloads --seed 7 --requests 20 --arrivals poisson > scenario.json
+    python3 -m starter draw --seed 7 --requests 20 --arrivals poisson > scenario.json
 
 The three patterns of arrival have the same mean rate and differ only in how it is spread over the steps:
 
@@ -279,7 +279,7 @@ def _name_or_numbers(text: str) -> str | tuple[int, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a scenario; exit code 2, and one line on standard error, for bad options."""
-    parser = _Parser(prog="python3 -m starter.workloads", allow_abbrev=False, argument_default=argparse.SUPPRESS,
+    parser = _Parser(prog="python3 -m starter draw", allow_abbrev=False, argument_default=argparse.SUPPRESS,
                      description="Print a scenario with requests drawn from a seed.")
     options: dict[str, tuple[Callable[[str], object], str]] = {
         "seed": (int, "of all draws"), "requests": (int, "how many"),
