@@ -1,4 +1,4 @@
-"""Wing: look at a run that is over, or at one that goes on.
+"""Wing: look at a run, while it goes on or when it is over.
 
     timeline_file.py                read a timeline from disk, strictly
     replay.py                       run it again: does the same happen, event for event?
