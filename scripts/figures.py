@@ -18,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.benches.rounds import like_ours, quartiles, ratio
 from scripts.benches.tables import number
+from starter.base.statistics import Summary
 from starter.base.strict_json import read_json
 from starter.errors import SchemaError
-from starter.metrics import Metrics, Summary
+from starter.metrics import Metrics
 from starter.observe.report import build_model
 from starter.observe.timeline_file import read_timeline
 from starter.timeline import Event

@@ -64,7 +64,7 @@ class driver:
     def main(arguments=None):
         # While something is missing, say what, and be content with what is there.
         from starter.base.console import to_be_written
-        options = _parser().parse_args(arguments)
+        options = make_parser(__doc__).parse_args(arguments)
 
         def _try():
             try:

@@ -1,17 +1,45 @@
-"""The commands of ``python3 -m starter``; each belongs to a wing.
-
-    python3 -m starter replay | check | metrics | trace | report RUN.jsonl     what can be done with a timeline on disk
-"""
+"""``python3 -m starter COMMAND ...``: the commands, each of which belongs to a wing."""
 
 from __future__ import annotations
 
-from .base.console import guarded, run_program
-from .base.wings import wing
+import sys
+from collections.abc import Sequence
+
+from starter.base.console import EXIT_BAD_INPUT, EXIT_OK, Console, complain, guarded, run_program
+from starter.base.wings import wing
+
+COMMANDS = {  # name: where its function is, and what it does
+    "replay": ("observe.commands:replay", "run a timeline again and compare event for event"),
+    "check": ("observe.commands:check", "prove from a timeline alone that it keeps the promises V1 to V4"),
+    "metrics": ("observe.commands:metrics", "print a timeline's metrics, as JSON or for Prometheus"),
+    "trace": ("observe.commands:trace", "write a timeline as a Chrome trace, for Perfetto"),
+    "report": ("observe.commands:report", "write a timeline as one HTML page that replays it"),
+    "draw": ("workloads.draw:main", "print a scenario with requests drawn from a seed"),
+}
 
 
-def main() -> int:
-    """Hand the command line to the wing that knows the command; returns the exit code."""
-    return guarded(lambda: int(wing("observe.commands", "python3 -m starter").main()))
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Hand the arguments that follow a command to the command's function; returns the exit code."""
+    command, *further = (sys.argv[1:] if arguments is None else arguments) or [""]
+    return guarded(lambda: _run(command, further))
+
+
+def _run(command: str, arguments: Sequence[str]) -> int:
+    if command in ("-h", "--help"):
+        Console(sys.stdout).line(_usage())
+        return EXIT_OK
+    if command not in COMMANDS:
+        complain(f"{_usage()}\nerror: {f'there is no command {command!r}' if command else 'which command?'}")
+        return EXIT_BAD_INPUT
+    module, function = COMMANDS[command][0].split(":")
+    code: int = getattr(wing(module, f"python3 -m starter {command}"), function)(arguments)
+    return code
+
+
+def _usage() -> str:
+    lines = [f"  {name:8}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(["usage: python3 -m starter COMMAND ...", "", *lines, "",
+                      "Each has a --help of its own. python3 starter/driver.py runs scenarios and prompts."])
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from starter.base.statistics import Summary
 from starter.engine import InferenceEngine
 from starter.errors import EngineError, SchemaError
-from starter.metrics import Metrics, MetricsCollector, Summary
+from starter.metrics import Metrics, MetricsCollector
 from starter.observe.timeline_file import read_timeline
 from starter.schema import SamplingParams
 from starter.timeline import Event
@@ -149,7 +150,7 @@ class TimesTest(unittest.TestCase):
                         raise KeyboardInterrupt
                     return 0
 
-                with patch("starter.metrics.bisect_left", place), suppress(KeyboardInterrupt):
+                with patch("starter.base.statistics.bisect_left", place), suppress(KeyboardInterrupt):
                     for names, time in (("ab", 1.0), ("ab", 2.0), ("a", 3.0), ("ab", 4.0)):
                         collector.tokens(dict.fromkeys(names).keys(), time)
                 collector.snapshot()

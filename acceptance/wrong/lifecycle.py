@@ -112,8 +112,8 @@ def time_to_first_token_without_the_wait(patch):
 
     def on_step(self, event):
         for request in event["admitted"]:
-            if not self.lives[request].admitted:
-                self.lives[request].submitted = event["time"]
+            if not self.requests[request].admitted:
+                self.requests[request].submitted = event["time"]
         right(self, event)
 
     patch(MetricsCollector, "_on_step", on_step)

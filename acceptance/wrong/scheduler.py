@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from starter import scheduler
+from starter.base.statistics import Summary
 from starter.core import EngineCore
 from starter.engine import InferenceEngine
-from starter.metrics import Summary
 from starter.model import Model
 from starter.sampling import Draws
 from starter.scheduler import ContinuousBatchScheduler, FirstComeFirstServed, Plan, ShortestRemainingWithAging

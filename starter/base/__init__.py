@@ -7,7 +7,9 @@ Nothing here knows of pages, batches or steps, so you can read the spine without
     rope.py           how fast the rotary embedding turns
     weights.py        the tensors of a model: names, shapes, drawn from a seed, fingerprints
     tokenizer.py      text to tokens and back
+    statistics.py     summaries and histograms of durations
     fault_kinds.py    what can be made to go wrong on purpose
     console.py        lines, tables and progress on a terminal; exit codes
+    options.py        the driver's options, and which of them go together
     wings.py          how the spine reaches a wing by name
 """

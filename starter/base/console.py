@@ -1,7 +1,7 @@
 """Printing that cannot crash a run, and programs that end with one line instead of a traceback.
 
-A console that lacks a character gets a replacement for it. Progress lines appear on a terminal only; a pipe or a file
-gets the lasting lines and nothing else. A program is ``run_program(main)``, where ``main`` returns ``guarded(work)``.
+A character that the console cannot show is replaced. Progress lines appear only on a terminal; a pipe or a file gets
+the lasting lines alone. A program is ``run_program(main)``, where ``main`` returns ``guarded(work)``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Console:
         self.write(text + "\n")
 
     def progress(self, text: str) -> None:
-        """Replace the progress line; "" removes it. Terminals only, and no more than fits on a line."""
+        """Replace the progress line, cut to the terminal's width; "" removes it. Does nothing without a terminal."""
         if self._quiet or self._stream is None or not self._stream.isatty():
             return
         text = text[:get_terminal_size().columns - 1]
@@ -51,7 +51,7 @@ class Console:
 
     @contextmanager
     def working(self, text: str = "") -> Iterator[Callable[[str], None]]:
-        """A progress line while the block runs, gone when it ends, however it ends; it is given ``progress``."""
+        """A progress line that is removed when the block ends, even by an error; yields ``progress``, to change it."""
         self.progress(text)
         try:
             yield self.progress
@@ -60,7 +60,7 @@ class Console:
 
 
 class Table:
-    """Left-aligned columns as wide as their widest cell; the last column runs free."""
+    """Left-aligned columns as wide as their widest cell; the last column is not padded."""
 
     def __init__(self, *head: str) -> None:
         self._rows: list[tuple[str, ...]] = [head]
@@ -77,9 +77,9 @@ class Table:
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """A program's exit code, everything printed. Bad input, a full disk, a lack of memory and, in a student's project,
-    a function that is still to be written are one line on standard error and exit code 2; a pipe whose reader has seen
-    enough is no error."""
+    """Run a program and return its exit code. Bad input, a full disk, too little memory and, in a student's project, a
+    function that is still to be written end in one line on standard error and exit code 2. A reader that closes the
+    pipe early is not an error."""
     try:
         code = work()
         if sys.stdout:  # None where the program was started without one
@@ -99,14 +99,13 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def to_be_written(missing: NotImplementedError) -> str:
-    """Which function it is."""
+    """Names the function that is missing."""
     where = extract_tb(missing.__traceback__)[-1]
     return str(missing) or f"{where.name} in {Path(where.filename).name}, line {where.lineno}, is still to be written"
 
 
 def check_writable(path: str | Path) -> None:
-    """SchemaError unless a file can be written there: better known before a run than after it. An existing file stays
-    as it is."""
+    """SchemaError unless a file can be written there: to be checked before a run. An existing file is not changed."""
     try:
         new = not Path(path).exists()
         with open(path, "ab"):
@@ -118,15 +117,15 @@ def check_writable(path: str | Path) -> None:
 
 
 def complain(problem: str) -> None:
-    """One line on standard error. Where that is closed or full, the exit code alone must tell."""
+    """One line on standard error. If that is closed or full, only the exit code is left."""
     with suppress(OSError):
         Console(sys.stderr).line(problem)
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:
-    """Exit with the code that ``main`` returns. What can no longer be printed is dropped, or Python would fail over it
-    once more at exit."""
-    if sys.stderr is None:  # started without one: argparse up to Python 3.10 would fail over that
+    """Exit with the code that ``main`` returns. Output that cannot be flushed is dropped, so that Python does not fail
+    again on it at exit."""
+    if sys.stderr is None:  # started without one; argparse up to Python 3.10 would fail
         sys.stderr = StringIO()
     try:
         sys.exit(main())

@@ -1,4 +1,4 @@
-"""Wing: look at a run that is over, or at one that goes on.
+"""Wing: look at a run, while it goes on or when it is over.
 
     timeline_file.py                read a timeline from disk, strictly
     replay.py                       run it again: does the same happen, event for event?
@@ -6,5 +6,5 @@
     report.py, viewer/              one HTML page that replays it
     perfetto.py, prometheus.py      for other tools
     notebook.py                     pictures in notebooks
-    commands.py                     ``python3 -m starter replay | check | metrics | trace | report``
+    commands.py                     what ``python3 -m starter`` calls: replay, check, metrics, trace, report
 """

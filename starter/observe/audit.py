@@ -1,21 +1,21 @@
-"""M6 · Proof from the file alone: does a timeline keep the promises V1 to V4, whoever's engine wrote it?
+"""M6 · Proof from the file alone: does a timeline keep the promises V1 to V4, whichever engine wrote it?
 
     audit = Audit.of(read_timeline("run.jsonl"))
     for violation in audit.violations: print(violation)
 
-What is proven, from the events and from nothing else (the page tables are built up in ``observe/page_ledger.py``):
+What is proven, from the events and from nothing else (the block tables are rebuilt in ``observe/page_ledger.py``):
 
     order  steps are completed one by one, each planned once, or again after it was abandoned; time never goes back
-    V1     a request computes with its own tokens: a chunk goes on where the stored positions end, in pages of its own
-           block table; shared pages hold the beginning that it has itself; what it writes to belongs to it alone; and
-           a token comes only when all known tokens were computed
-    V2     pages add up: nobody is given a page that somebody has or that could still be found; who gives pages back
-           has them; used_pages, empty_slots and host pages are what the events come to; at its end a request has none
+    V1     a request computes with its own tokens: a chunk continues where the stored positions end, in pages of its own
+           block table; shared pages hold the request's own beginning; the pages it writes to belong to it alone; and a
+           token comes only when all known tokens were computed
+    V2     pages add up: no page is given away that is in a table or can still be found; only a table's own pages are
+           given back; used_pages, empty_slots and host pages agree with the events; a request ends without pages
     V3     a request has tokens 0, 1, 2, ..., at most max_tokens, none after its cancel, and one end; every chunk that
-           completes what is known brings a token or an end
-    V4     budgets and max_running hold; nobody who lives is forgotten; nobody waits longer than ``scheduler.py``
-           promises; who decodes does so in every step whose budget covers the running ones. While pages are held from
-           outside no wait counts; a fault starts the count again, and so does an abandoned step
+           reaches the last known token brings a token or an end
+    V4     budgets and max_running hold; no live request is forgotten; none waits longer than ``scheduler.py`` promises;
+           a decoding request gets its token in every step whose budget covers the running ones. While pages are held
+           from outside, no wait counts; a fault or an abandoned step starts the count again
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from starter.observe.page_ledger import PageLedger
-from starter.observe.request_ledger import Life
+from starter.observe.request_ledger import RequestRecord
 from starter.scheduler import AGING, POLICIES
 from starter.schema import ENGINE_SHAPE, MODEL_SHAPE, EngineSettings, ModelConfig, Request, SamplingParams
 from starter.timeline import Event
@@ -45,23 +45,24 @@ class Violation:
 
 
 class Audit:
-    """Reads a timeline, an event at a time; what is wrong is in ``violations``, what was looked at in ``proven``."""
+    """Reads a timeline, an event at a time. ``violations`` are the broken promises, ``proven`` counts what was checked.
+    """
 
     def __init__(self, header: Event) -> None:
         self.settings: EngineSettings = ENGINE_SHAPE.parse(header["settings"], "/settings")
         self.model: ModelConfig = MODEL_SHAPE.parse(header["model"], "/model")
         self.violations: list[Violation] = []
         self.proven: Counter[str] = Counter()
-        self.longest_wait = (0, 0)  # steps, of so many that were allowed
+        self.longest_wait = (0, 0)  # steps, and its bound
         self._pages = PageLedger(header["num_pages"], self.settings.page_size, self.settings.host_pages)
         self._policy = POLICIES[self.settings.policy]()
         self._max_running = 1 if self.settings.batching == "none" else self.settings.max_running
-        self._lives: dict[str, Life] = {}
+        self._live: dict[str, RequestRecord] = {}
         self._line, self._step, self._time, self._plans, self._begun = 1, 0, header["time"], 0, 0
-        self._plan: Event | None = None  # the last step, until what it computes is there
-        self._told: Life | None = None  # who had the latest token
-        self._checked = True  # the plan was: its chunks have to wait for its page changes
-        self._unlisted: list[Life] = []  # neither running nor waiting in the plan: they must have ended
+        self._plan: Event | None = None  # the last step, until it is completed
+        self._checked = True  # whether the plan was; its chunks are checked after its page changes
+        self._last_token: RequestRecord | None = None  # the request that had the latest token
+        self._unlisted: list[RequestRecord] = []  # neither running nor waiting in the plan: they must have ended
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Audit:
@@ -76,7 +77,7 @@ class Audit:
     def observe(self, event: Event) -> None:
         """Take the next event into account."""
         self._line += 1
-        planned = event["event"] == "fault" or (event["event"] == "pages" and event["request"] in self._lives)
+        planned = event["event"] == "fault" or (event["event"] == "pages" and event["request"] in self._live)
         if event["step"] != self._step or not planned:
             self._check_plan()
         if event["step"] != self._step:
@@ -88,9 +89,9 @@ class Audit:
             handler(event)
 
     def end(self) -> None:
-        """The timeline ends here: so must everything else."""
+        """The timeline ends here, so every request must have ended."""
         self._check_plan()
-        for name in self._lives:
+        for name in self._live:
             self._wrong("V3", f"{name} has not ended when the timeline does")
 
     def _wrong(self, promise: str, *problems: str) -> None:
@@ -105,21 +106,21 @@ class Audit:
                                   stop_tokens=event.get("stop_tokens", ()), cache_salt=event.get("cache_salt")),
                     list(event["prompt_tokens"]))
 
-    def _begin(self, family: str, request: Request, tokens: list[int]) -> Life:
+    def _begin(self, family: str, request: Request, tokens: list[int]) -> RequestRecord:
         name = request.request_id
-        if name in self._lives:
-            self._wrong("V3", f"{name} begins, but lives already")
+        if name in self._live:
+            self._wrong("V3", f"{name} begins, but is live already")
             self._forget(name)
         rank = self._policy.rank(request, self._plans, 0)
-        life = self._lives[name] = Life(request, family, tokens, self._begun, self._plans, rank)
+        record = self._live[name] = RequestRecord(request, family, tokens, self._begun, self._plans, rank)
         self._begun += 1
         self._pages.open(name, tokens, request.cache_salt)
-        life.begin_to_wait(self._lives.values())
+        record.begin_to_wait(self._live.values())
         self.proven["requests"] += 1
-        return life
+        return record
 
     def _on_fork(self, event: Event) -> None:
-        parent = self._lives.get(event["parent"])
+        parent = self._live.get(event["parent"])
         if parent is None or not parent.running:
             self._wrong("V3", f"{event['request']} is forked from {event['parent']}, which does not run")
             return
@@ -128,62 +129,63 @@ class Audit:
         child.computed, child.generated, child.due, child.running = parent.computed, parent.generated, parent.due, True
 
     def _on_token(self, event: Event) -> None:
-        if (life := self._find(event)) is None:
+        if (record := self._find(event)) is None:
             return
-        name, limit = event["request"], life.request.max_tokens
-        if life.cancelled:
+        name, limit = event["request"], record.request.max_tokens
+        if record.cancelled:
             self._wrong("V3", f"{name} gets a token after its cancel")
-        if event["index"] != life.generated or life.generated >= limit:
-            self._wrong("V3", f"{name} gets token {event['index']} after {life.generated} tokens of at most {limit}")
-        if not life.due:
-            self._wrong("V1", f"{name} gets a token, but {life.computed} of its {len(life.tokens)} tokens were "
-                              f"computed, or it has had the token of this step")
+        if event["index"] != record.generated or record.generated >= limit:
+            self._wrong("V3", f"{name} gets token {event['index']} after {record.generated} tokens of at most {limit}")
+        if not record.due:
+            self._wrong("V1", f"{name} gets a token, but {record.computed} of its {len(record.tokens)} tokens were "
+                              f"computed, or it had its token of this step already")
         if event["token"] >= self.model.vocab_size:
             self._wrong("V1", f"{name} gets token {event['token']}, outside the vocabulary of {self.model.vocab_size}")
-        self._told = life
-        life.due = False
-        life.generated += 1
-        life.tokens.append(event["token"])
+        self._last_token = record
+        record.due = False
+        record.generated += 1
+        record.tokens.append(event["token"])
         self.proven["tokens"] += 1
 
     def _on_finish(self, event: Event) -> None:
-        if (life := self._find(event)) is None:
+        if (record := self._find(event)) is None:
             return
         name, reason = event["request"], event["reason"]
-        if event["tokens"] != life.generated:
-            self._wrong("V3", f"{name} ends with {event['tokens']} tokens, but got {life.generated}")
-        if reason == "length" and life.generated != life.request.max_tokens:
-            self._wrong("V3", f"{name} ends for its length with {life.generated} of {life.request.max_tokens} tokens")
-        if (reason == "cancelled") != life.cancelled and not (life.late and self._may_end(life)):
-            self._wrong("V3", f"{name} ends as {reason!r}, and was {'' if life.cancelled else 'not '}cancelled")
-        if life.due and reason in ("stop", "length"):
+        if event["tokens"] != record.generated:
+            self._wrong("V3", f"{name} ends with {event['tokens']} tokens, but got {record.generated}")
+        if reason == "length" and record.generated != record.request.max_tokens:
+            limit = record.request.max_tokens
+            self._wrong("V3", f"{name} ends at its length with {record.generated} of {limit} tokens")
+        if (reason == "cancelled") != record.cancelled and not (record.cancelled_at_token and self._may_end(record)):
+            self._wrong("V3", f"{name} ends as {reason!r}, and was {'' if record.cancelled else 'not '}cancelled")
+        if record.due and reason in ("stop", "length"):
             self._wrong("V3", f"{name} ends without the token that was computed last")
         self._forget(name)
         self.proven["ends"] += 1
 
-    def _may_end(self, life: Life) -> bool:
-        """Can its last token have ended it?"""
-        request = life.request
-        return (life.generated == request.max_tokens or bool(request.sampling.stop)
-                or life.tokens[-1] in (*self.model.eos_tokens, *request.stop_tokens))
+    def _may_end(self, record: RequestRecord) -> bool:
+        """Whether its last token may have ended it."""
+        request = record.request
+        return (record.generated == request.max_tokens or bool(request.sampling.stop)
+                or record.tokens[-1] in (*self.model.eos_tokens, *request.stop_tokens))
 
     def _on_cancel(self, event: Event) -> None:
-        family = [life for life in self._lives.values() if life.family == event["request"]]
+        family = [record for record in self._live.values() if record.family == event["request"]]
         if not family:
-            self._wrong("V3", f"{event['request']} is cancelled, but does not live")
-        for life in family:
-            if life.cancelled:
-                self._wrong("V3", f"{life.request.request_id} is cancelled again before its end came")
-            life.cancelled, life.late = True, life is self._told
+            self._wrong("V3", f"{event['request']} is cancelled, but is not live")
+        for record in family:
+            if record.cancelled:
+                self._wrong("V3", f"{record.request.request_id} is cancelled again before its end came")
+            record.cancelled, record.cancelled_at_token = True, record is self._last_token
 
-    def _find(self, event: Event) -> Life | None:
-        life = self._lives.get(event["request"])
-        if life is None:
-            self._wrong("V3", f"a {event['event']} event of {event['request']}, which does not live")
-        return life
+    def _find(self, event: Event) -> RequestRecord | None:
+        record = self._live.get(event["request"])
+        if record is None:
+            self._wrong("V3", f"a {event['event']} event of {event['request']}, which is not live")
+        return record
 
     def _forget(self, name: str) -> None:
-        del self._lives[name]
+        del self._live[name]
         self._wrong("V2", *self._pages.close(name))
 
     # ------------------------------------------------------------------------------- pages and the plan
@@ -195,8 +197,8 @@ class Audit:
         self.proven["page changes"] += 1
 
     def _on_fault(self, event: Event) -> None:
-        for life in self._lives.values():
-            life.waited = 0
+        for record in self._live.values():
+            record.waited = 0
 
     def _on_step(self, event: Event) -> None:
         self._expect_ends()
@@ -222,53 +224,53 @@ class Audit:
         if self._plan is None:
             self._wrong("order", f"step {event['step']} is abandoned, but was not planned")
         self._plan = None
-        self._on_fault(event)  # a turn that came to nothing may have to be waited for once more
+        self._on_fault(event)  # the wait for a turn that came to nothing may begin again
 
     def _move(self, name: str, running: bool, verb: str) -> None:
-        life = self._lives.get(name)
-        if life is None or life.running is running:
-            self._wrong("V4", f"{name} is {verb}, but {'runs already' if life and running else 'does not run'}"
-                        if life else f"{name} is {verb}, but does not live")
+        record = self._live.get(name)
+        if record is None or record.running is running:
+            self._wrong("V4", f"{name} is {verb}, but {'runs already' if record and running else 'does not run'}"
+                        if record else f"{name} is {verb}, but is not live")
             return
-        life.running = running
+        record.running = running
         if not running:
-            life.rank = self._policy.rank(life.request, life.arrival, life.generated)
-            life.begin_to_wait(self._lives.values())
+            record.rank = self._policy.rank(record.request, record.arrival, record.generated)
+            record.begin_to_wait(self._live.values())
 
     def _check_plan(self) -> None:
-        """The step's page changes are known: are its chunks right, is everybody where the step says?"""
+        """The step's page changes are known now: check its chunks, and what it lists as running and waiting."""
         plan = self._plan
         if plan is None or self._checked:
             return
         self._checked = True
-        told, real = (plan["used_pages"], plan["empty_slots"]), (self._pages.used, self._pages.empty_slots)
-        if told != real:
-            self._wrong("V2", f"the step tells {told} used pages and empty slots, the events come to {real}")
+        listed, real = (plan["used_pages"], plan["empty_slots"]), (self._pages.used, self._pages.empty_slots)
+        if listed != real:
+            self._wrong("V2", f"the step says {listed} used pages and empty slots, the events add up to {real}")
         for name in plan["admitted"]:
-            if name in self._lives and self.settings.use_cache:
-                self._lives[name].computed = self._pages.tables[name].stored
+            if name in self._live and self.settings.use_cache:
+                self._live[name].computed = self._pages.tables[name].stored
         for name, tokens in plan["found"].items():
-            if name in self._lives and tokens != self._lives[name].computed:
-                self._wrong("V2", f"{name} found {tokens} tokens, but its pages hold {self._lives[name].computed}")
+            if name in self._live and tokens != self._live[name].computed:
+                self._wrong("V2", f"{name} found {tokens} tokens, but its pages hold {self._live[name].computed}")
         for chunk in plan["chunks"]:
             self._check_chunk(*chunk)
         for names, running in ((plan["running"], True), (plan["waiting"], False)):
-            self._wrong("V4", *(f"{name} is told to {'run' if running else 'wait'}, but does not" for name in names
-                                if name not in self._lives or self._lives[name].running is not running))
-        listed = {*plan["running"], *plan["waiting"]}
-        self._unlisted = [life for name, life in self._lives.items() if name not in listed]
+            self._wrong("V4", *(f"{name} is listed as {'running' if running else 'waiting'}, but is not"
+                                for name in names if name not in self._live or self._live[name].running is not running))
+        named = {*plan["running"], *plan["waiting"]}
+        self._unlisted = [record for name, record in self._live.items() if name not in named]
         self._check_fairness(plan)
 
     def _check_chunk(self, name: str, start: int, count: int, phase: str) -> None:
-        life = self._lives.get(name)
-        if life is None or not life.running:
+        record = self._live.get(name)
+        if record is None or not record.running:
             self._wrong("V1", f"a chunk of {name}, which does not run")
             return
-        known, end = len(life.tokens), start + count
-        if end > known or start != life.computed:
-            self._wrong("V1", f"{name} computes positions {start} to {end - 1} when it has {life.computed} of {known}")
-        if (phase == "decode") != (life.generated > 0 and start == known - 1):
-            self._wrong("V4", f"the chunk of {name} from {start} on is told as {phase}; {known} tokens are known")
+        known, end = len(record.tokens), start + count
+        if end > known or start != record.computed:
+            self._wrong("V1", f"{name} computes positions {start} to {end - 1}, but has {record.computed} of {known}")
+        if (phase == "decode") != (record.generated > 0 and start == known - 1):
+            self._wrong("V4", f"the chunk of {name} from {start} on is called {phase}; {known} tokens are known")
         if self.settings.use_cache:
             self._wrong("V1", *self._pages.access(name, start, count))
             self.proven["page accesses"] += -(-end // self.settings.page_size)
@@ -278,20 +280,21 @@ class Audit:
         budget, served = plan["budget"], {name for name, *_ in plan["chunks"]}
         patience = 1 if self._policy.decode_first else AGING + 1
         waits_count = budget > 0 and not self._pages.held_outside
-        for name, life in self._lives.items():
-            if not life.running and waits_count:
-                life.wait(-(-self._max_running // budget) * patience)
-                self.longest_wait = max(self.longest_wait, (life.waited, life.bound))
-                if life.waited > life.bound:
-                    self._wrong("V4", f"{name} has waited {life.waited} steps; at most {life.bound} are promised")
-            elif (life.running and name not in served and life.generated and life.computed == len(life.tokens) - 1
-                  and len(plan["running"]) <= budget and self._policy.decode_first and life not in self._unlisted):
+        for name, record in self._live.items():
+            if not record.running and waits_count:
+                record.wait(-(-self._max_running // budget) * patience)
+                self.longest_wait = max(self.longest_wait, (record.waited, record.bound))
+                if record.waited > record.bound:
+                    self._wrong("V4", f"{name} has waited {record.waited} steps; at most {record.bound} are promised")
+            elif (record.running and name not in served and record.generated
+                  and record.computed == len(record.tokens) - 1 and len(plan["running"]) <= budget
+                  and self._policy.decode_first and record not in self._unlisted):
                 self._wrong("V4", f"{name} does not decode in a step whose budget of {budget} covers all that run")
 
     # ---------------------------------------------------------------------------------- a step's results
 
     def _complete_step(self, step: int) -> None:
-        """Time has moved on: what was planned is computed."""
+        """The step counter has moved on, so the planned step was computed."""
         self._expect_ends()
         plan, self._plan = self._plan, None
         if plan is None or step != self._step + 1:
@@ -299,20 +302,22 @@ class Audit:
                                  + ("" if plan else ", which was not planned"))
         self._step = step
         for name, start, count, _ in plan["chunks"] if plan else ():
-            life = self._lives.get(name)
-            if life and life.running:
-                life.computed = start + count
-                life.due = life.computed == len(life.tokens)
+            record = self._live.get(name)
+            if record and record.running:
+                record.computed = start + count
+                record.due = record.computed == len(record.tokens)
                 self._pages.write(name, start, count)
 
     def _expect_ends(self) -> None:
-        """Before the next step: who was due, cancelled or in no list must have been heard of."""
-        for life in self._lives.values():
-            name = life.request.request_id
-            if life.due or life.cancelled:
-                self._wrong("V3", f"{name} {'was cancelled' if life.cancelled else 'has all computed'}, but no "
-                                  f"{'end' if life.cancelled else 'token'} came of it")
-                life.due = life.cancelled = False
-        self._wrong("V4", *(f"{life.request.request_id} lives, but the step told neither that it runs nor that it waits"
-                            for life in self._unlisted if self._lives.get(life.request.request_id) is life))
+        """Before the next step: requests that were due a token, cancelled or in neither list must have had an event."""
+        for record in self._live.values():
+            name = record.request.request_id
+            if record.due or record.cancelled:
+                self._wrong("V3", f"{name} {'was cancelled' if record.cancelled else 'has all computed'}, but no "
+                                  f"{'end' if record.cancelled else 'token'} followed")
+                record.due = record.cancelled = False
+        for record in self._unlisted:
+            name = record.request.request_id
+            if self._live.get(name) is record:
+                self._wrong("V4", f"{name} is live, but the step lists it neither as running nor as waiting")
         self._unlisted = []

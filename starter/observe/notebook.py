@@ -1,14 +1,14 @@
-"""M6 · Pictures for notebooks: what the objects that one holds in a notebook show as the last line of a cell.
+"""M6 · Pictures for notebooks: what an engine's objects show as the last line of a cell.
 
     engine.kv                 page_pool: a box for each page, in its owner's colour, with a bar as long as it is full
     engine.step()             schedule: the chunks against the budget, and why each request got what it got
-    engine.timeline           gantt: who waited, computed and was preempted, step by step
+    engine.timeline           gantt: which requests waited, computed and were preempted, step by step
     engine, engine.metrics(), quantize(rows, config)      ... and likewise
     quantization_error(quantized, rows)                   a group's numbers and the grid points they become
 
-A notebook asks an object for ``_repr_html_``; these functions answer, HTML and inline SVG without a script or a style
-sheet. Text and lines have the page's own colour (``currentColor``), and every fill goes with black text, so that the
-pictures fit light and dark pages. What comes from a request is escaped. The same object gives the same text.
+A notebook asks an object for ``_repr_html_``; these functions answer in HTML and inline SVG, without scripts or style
+sheets. Text and lines have the page's own colour (``currentColor``), and every fill goes with black text, so that the
+pictures fit light and dark pages. Text from requests is escaped. The same object gives the same picture.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from starter.observe.report import PHASES, build_model
 from starter.scheduler import ScheduleDecision, counted
 
 if TYPE_CHECKING:
+    from starter.base.statistics import Summary
     from starter.engine import InferenceEngine
     from starter.kv_cache import KVCacheManager
-    from starter.metrics import Metrics, Summary
+    from starter.metrics import Metrics
     from starter.quantization import QuantizedTensor
     from starter.timeline import Timeline
 
 HUES = ("#7fb5e6", "#f2b84b", "#6cc5a4", "#f09cc7", "#d69a63", "#a9dcff", "#c88bd0", "#9fe0a8", "#a9b2f8", "#c9c46b")
 PHASE_HUES = dict(zip(PHASES, ("#b9b9b4", "#7fb5e6", "#6cc5a4", "#f0a05a", "#dcdcd6")))
-MAX_PAGES, MAX_ROWS, MAX_BOXES = 512, 60, 32  # shown of pages, of requests, of a matrix' groups in each direction
+MAX_PAGES, MAX_ROWS, MAX_BOXES = 512, 60, 32  # shown: pages, requests, groups of a matrix each way
 COLUMNS = 16  # pages in a line
 
 
 class Picture(str):
-    """HTML that a notebook shows as what it draws."""
+    """HTML that a notebook renders."""
 
     def __repr__(self) -> str:
         return f"<Picture: {len(self)} characters of HTML>"
@@ -61,7 +62,7 @@ def engine_card(engine: InferenceEngine) -> str:
 
 
 def page_pool(kv: KVCacheManager) -> str:
-    """A box for each page: whose it is by colour, how full by the dark bar at its foot; then every block table."""
+    """A box for each page: its owner's colour, and a dark bar at its foot as long as it is full; then block tables."""
     shown = min(kv.total_pages, MAX_PAGES)
     pages = [kv.page(page) for page in range(shown)]
     tables, size = list(kv._tables), kv.page_size
@@ -78,7 +79,7 @@ def page_pool(kv: KVCacheManager) -> str:
         boxes.append(f"<g><title>{escape(about)}, {counted(tokens, 'token')}</title>"
                      + _rect(x, y, 40, 34, "none", stroke=2 if page.refcount > 1 else 1,
                              dashed=page.state == "cached"))
-        for i, owner in enumerate(owners):  # a stripe for each of those who share it
+        for i, owner in enumerate(owners):  # a shared page has a stripe for each owner
             boxes.append(_rect(x + i * 40 / len(owners), y, 40 / len(owners), 34, hues[owner]))
         if owners:
             boxes.append(_rect(x, y + 29, 40 * tokens / size, 5, "#111", opacity=0.6))
@@ -124,32 +125,32 @@ def gantt(timeline: Timeline) -> str:
     """A line for each request, a column for each step."""
     try:
         model = build_model(timeline.events)
-    except SchemaError as error:  # the oldest events were dropped, say
+    except SchemaError as error:  # for example, the oldest events were dropped
         return _line("Timeline", f"{counted(timeline.recorded, 'event')}; no picture: {error}")
-    lives = [life for life in model["requests"] if not life.get("outside")]
+    requests = [request for request in model["requests"] if not request.get("outside")]
     frames = max(len(model["frames"]) - 1, 1)
-    left, width = 8 + 7 * max([len(life["id"][:24]) for life in lives[:MAX_ROWS]], default=0), 600 / frames
+    left, width = 8 + 7 * max([len(request["id"][:24]) for request in requests[:MAX_ROWS]], default=0), 600 / frames
     bars = []
-    for row, life in enumerate(lives[:MAX_ROWS]):
+    for row, request in enumerate(requests[:MAX_ROWS]):
         y = row * 18
-        bars.append(_text(left - 8, y + 13, life["id"][:24], "end"))
-        for first, last, phase in life["spans"]:
-            about = f"{life['id']}: {PHASES[phase]}, steps {model['frames'][first]['step']} to " \
+        bars.append(_text(left - 8, y + 13, request["id"][:24], "end"))
+        for first, last, phase in request["spans"]:
+            about = f"{request['id']}: {PHASES[phase]}, steps {model['frames'][first]['step']} to " \
                     f"{model['frames'][last]['step']}"
             bars.append(f"<g><title>{escape(about)}</title>" + _rect(
                 left + first * width, y + 2, (last - first + 1) * width, 14, PHASE_HUES[PHASES[phase]]) + "</g>")
-        if "finished" in life:
-            end = {"cancelled": "× cancelled", "error": "! error"}.get(life["reason"], f"{life['tokens']} tokens")
-            bars.append(_text(left + life["finished"] * width + 4, y + 13, end, "start", opacity=0.7))
-    more = f"; the first {MAX_ROWS} of {len(lives)} requests" if len(lives) > MAX_ROWS else ""
+        if "finished" in request:
+            end = {"cancelled": "× cancelled", "error": "! error"}.get(request["reason"], f"{request['tokens']} tokens")
+            bars.append(_text(left + request["finished"] * width + 4, y + 13, end, "start", opacity=0.7))
+    more = f"; the first {MAX_ROWS} of {len(requests)} requests" if len(requests) > MAX_ROWS else ""
     legend = " ".join(f"{_swatch(hue)} {phase}" for phase, hue in PHASE_HUES.items())
     line = f"{counted(timeline.recorded, 'event')}, {counted(len(model['frames']) - 1, 'step')}{more}"
-    return (_line("Timeline", line) + _svg(left + 700, 18 * len(lives[:MAX_ROWS]) + 2, "".join(bars))
+    return (_line("Timeline", line) + _svg(left + 700, 18 * len(requests[:MAX_ROWS]) + 2, "".join(bars))
             + f"<div>{legend}</div>")
 
 
 def metrics_table(metrics: Metrics) -> str:
-    """What ``metrics.py`` defines, as far as it fits on a card; times in seconds of the engine's clock."""
+    """The most important metrics of ``metrics.py``; times in seconds of the engine's clock."""
     def times(summary: Summary) -> str:
         return "-" if summary.p50 is None else f"median {summary.p50:.4g}, mean {summary.mean:.4g}, " \
                                                f"largest {summary.max:.4g}"
@@ -171,7 +172,7 @@ def metrics_table(metrics: Metrics) -> str:
 
 
 def tensor_card(tensor: QuantizedTensor) -> str:
-    """How often each code occurs, and how far off each group can be: half a step of its grid, darker is more."""
+    """How often each code occurs, and each group's largest rounding error, half a step of its grid: darker is more."""
     rows, groups = tensor.shape[0], tensor.groups_per_row
     codes = Counter(code for r in range(rows) for code in tensor.row_codes(r))
     low = (-(2 ** (tensor.bits - 1)) + 1) if tensor.symmetric else 0
@@ -197,7 +198,7 @@ def tensor_card(tensor: QuantizedTensor) -> str:
 
 def quantization_error(tensor: QuantizedTensor, rows: Sequence[Sequence[float]], row: int = 0, group: int = 0
                        ) -> Picture:
-    """One group of a tensor and of the ``rows`` it was made from: numbers above, grid points they became below."""
+    """One group of a tensor and of the ``rows`` it was made from: the numbers above, their grid points below."""
     if not 0 <= group < tensor.groups_per_row:
         raise QuantizationError(f"group {group} of a row; a row has groups 0 to {tensor.groups_per_row - 1}")
     stats = tensor.error(rows)
@@ -229,7 +230,7 @@ def quantization_error(tensor: QuantizedTensor, rows: Sequence[Sequence[float]],
 
 
 def colours(owners: Iterable[str]) -> dict[str, str]:
-    """A colour for each: its own in every picture, or the next that is free where two would have the same."""
+    """A colour for each owner: the same in every picture, but the next free one where two would collide."""
     taken: dict[int, str] = {}
     for owner in sorted(set(owners)):
         first = crc32(owner.encode("utf-8", "surrogatepass")) % len(HUES)

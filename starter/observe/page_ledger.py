@@ -1,4 +1,4 @@
-"""M6 · The pages of a timeline, kept from its events alone: whose they are, what they hold, what is wrong with that.
+"""M6 · The pages of a timeline, rebuilt from its events alone: which tables they are in, and which tokens they hold.
 
 A page's content is named by (name of all that comes before it, its tokens), so that two pages have the same name only
 if they hold the same tokens at the same positions after the same beginning:
@@ -6,8 +6,8 @@ if they hold the same tokens at the same positions after the same beginning:
     r1: [5 6 7 8] [9 4 . .]     page 3: (root, [5 6 7 8]) = #1      page 7: (#1, [9 4])
     r2: [5 6 7 8] [2 . . .]     page 3 again, which is right        page 1: (#1, [2])
 
-``observe/audit.py`` feeds the events and asks before each chunk. What is wrong is returned as sentences; the ledger then goes
-on with what the timeline says, so that one fault does not look like many.
+``observe/audit.py`` feeds the events and asks before each chunk. Problems are returned as sentences; the ledger then
+continues with what the timeline says, so that one fault does not look like many.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from starter.timeline import Event
 
-Name = object  # of a beginning: equal only if all its tokens are, and the salt
+Name = object  # of a beginning: equal only if all its tokens and the salt are
 
 
 @dataclass
@@ -29,7 +29,7 @@ class _Content:
 
 @dataclass(eq=False)
 class Table:
-    """A block table and the tokens it is for (None: an outsider's), ``stored`` of which are in its pages."""
+    """A block table and the tokens it is for, ``stored`` of which are in its pages; None: an outsider's table."""
 
     owner: str
     tokens: Sequence[int] | None = None
@@ -37,7 +37,7 @@ class Table:
     pages: list[int] = field(default_factory=list)
     stored: int = 0
     swapped: list[_Content] | None = None  # while it is in host pages
-    names: list[Name] = field(default_factory=list)  # of what comes before each page
+    names: list[Name] = field(default_factory=list)  # of the beginning before each page
 
 
 class PageLedger:
@@ -64,13 +64,13 @@ class PageLedger:
 
     @property
     def held_outside(self) -> bool:
-        """Does anybody hold pages who is no request?"""
+        """Whether an outsider, which is not a request, holds pages."""
         return any(table.pages for tables in self._outside.values() for table in tables)
 
     # ---------------------------------------------------------------------------------------- changes
 
     def open(self, owner: str, tokens: Sequence[int], salt: str | None) -> None:
-        """From now on this is a request; ``tokens`` will grow."""
+        """A request begins; ``tokens`` will grow."""
         self.tables[owner] = Table(owner, tokens, salt)
 
     def close(self, owner: str) -> list[str]:
@@ -84,7 +84,7 @@ class PageLedger:
         pages = event["pages"]
         wrong = [f"there is no page {page}; the pool has {self.num_pages}" for page in pages if page >= self.num_pages]
         if len(set(pages)) != len(pages):
-            wrong.append(f"a page stands twice in {pages}")
+            wrong.append(f"a page is twice in {pages}")
         table = self.tables.get(event["request"]) or self._table_outside(event)
         wrong += getattr(self, f"_{event['change']}")(table, pages)
         if event["used_pages"] != self.used:
@@ -92,7 +92,7 @@ class PageLedger:
         return wrong
 
     def _table_outside(self, event: Event) -> Table:
-        """The outsider's table that is meant; a new one if none fits."""
+        """The outsider's table that the event is about; a new one if none fits."""
         tables, pages, change = self._outside[event["request"]], event["pages"], event["change"]
         fits = {"release": lambda table: table.pages == pages,
                 "append": lambda table: table.pages in (pages, pages[:-1]) and table.pages,
@@ -119,7 +119,7 @@ class PageLedger:
         table.pages += pages
 
     def _share(self, table: Table, pages: list[int]) -> list[str]:
-        wrong = [f"page {page} is shared with {table.owner}, but nobody has it and its content cannot be found"
+        wrong = [f"page {page} is shared with {table.owner}, but no table has it and its content cannot be found"
                  for page in pages if page not in self._users and page not in self._published]
         if table.pages:
             wrong.append(f"{table.owner} shares pages for a new table, but has the pages {table.pages}")
@@ -143,7 +143,7 @@ class PageLedger:
         return wrong
 
     def _append(self, table: Table, pages: list[int]) -> list[str]:
-        """An outsider's token. A page that it grew by was told as a new table's, which this one takes over."""
+        """An outsider's token. If its table grew, the page was first recorded as a new table, which is merged here."""
         if table.tokens is not None or not pages:
             return [f"{table.owner} appends to {pages}; requests append by their chunks, outsiders to their pages"]
         if len(pages) > len(table.pages):
@@ -216,13 +216,13 @@ class PageLedger:
         return self._contents.get(page) or _Content(None)
 
     def _fits(self, table: Table, index: int) -> bool:
-        """Does this page of the table hold its tokens, after the same beginning?"""
+        """Whether this page of the table holds the table's tokens, after the same beginning."""
         content, start = self._content(table.pages[index]), index * self.page_size
         tokens = [] if table.tokens is None else list(table.tokens[start:start + len(content.tokens)])
         return bool(tokens) and content == _Content(self._name(table, index), tokens)
 
     def _name(self, table: Table, index: int) -> Name:
-        """The name of what comes before a page of a table."""
+        """The name of the beginning before a page of a table."""
         names, tokens = table.names, table.tokens or ()
         if not names:
             names.append(("root", table.salt))
@@ -233,7 +233,7 @@ class PageLedger:
         return names[index]
 
     def access(self, owner: str, start: int, count: int) -> list[str]:
-        """May a request read positions 0 .. start + count - 1 and write the last ``count`` of them? O(count)."""
+        """Check that a request may read positions 0 .. start + count - 1 and write the last ``count``. O(count)."""
         table, end = self.tables[owner], start + count
         if table.stored != start:
             return [f"{owner} computes from position {start} on, but its pages hold {table.stored} positions"]
@@ -246,12 +246,12 @@ class PageLedger:
                 if self._users[page] > 1]
 
     def write(self, owner: str, start: int, count: int) -> None:
-        """These positions of a request now hold their keys and values."""
+        """A request's keys and values of these positions have been stored."""
         table = self.tables[owner]
         for position in range(start, start + count):
             index, offset = divmod(position, self.page_size)
             if table.tokens is None or position >= len(table.tokens) or index >= len(table.pages):
-                return  # there is no such token or page, as was said when the chunk was checked
+                return  # no such token or page; ``access`` has reported it
             if offset == 0:
                 self._contents[table.pages[index]] = _Content(self._name(table, index))
             self._content(table.pages[index]).tokens[offset:] = [table.tokens[position]]

@@ -1,4 +1,4 @@
-"""M6 · A timeline in Chrome's trace-event format, to be looked at in Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""M6 · A timeline in Chrome's trace-event format, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
     python3 -m starter trace run.jsonl -o trace.json
 
@@ -6,9 +6,9 @@
     process "requests"    a           [prefill 0..7][decode 8  ][decode 9]            requests
                           b           [waiting                 ][prefill 0..5] ...
 
-Each request, and each further sample of one, is a track of its own. A slice's arguments hold the rest: the reason in
-words, the token that came out. Times are the engine's clock, in microseconds from the header on; a step of a virtual
-clock lasts a second.
+Each request, and each further sample of one, has its own track. A slice's arguments hold the rest: the reason in words,
+the token that came out. Times are the engine's clock, in microseconds since the header; a step of a virtual clock takes
+a second.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS = 1  # the engine's only thread
 
 
 def write_chrome_trace(events: Iterable[Event], path: str | Path) -> None:
-    """Write the trace of a timeline's events, the header first. SchemaError if the path is no place to write to."""
+    """Write the trace of a timeline's events, the header first. SchemaError if the path cannot be written to."""
     document = {"displayTimeUnit": "ms", "traceEvents": chrome_trace(events)}
     try:
         Path(path).write_text(json.dumps(document, allow_nan=False, separators=(",", ":")), encoding="ascii")
@@ -46,7 +46,7 @@ def chrome_trace(events: Iterable[Event]) -> list[dict[str, Any]]:
 
 @dataclass
 class _Track:
-    """A request's: the slice that is open on it, if one is."""
+    """A request's track, and the slice that is open on it, if there is one."""
 
     thread: int
     name: str = ""
@@ -58,7 +58,7 @@ class _Writer:
     def __init__(self) -> None:
         self.trace: list[dict[str, Any]] = []
         self._tracks: dict[str, _Track] = {}  # of live requests
-        self._threads = REQUESTS  # the last number given away; a thread with a process's number is its main thread
+        self._threads = REQUESTS  # the last number in use; a thread with a process's number is its main thread
         self._steps = _Track(STEPS)
         self._step = self._pages = 0
         self._start = self._now = 0.0
@@ -73,7 +73,7 @@ class _Writer:
             handler(event)
 
     def end(self) -> None:
-        """Nothing more happens: what is open ends here."""
+        """The timeline is over: end the open slices."""
         self._end_step()
         for track in self._tracks.values():
             self._close(REQUESTS, track)

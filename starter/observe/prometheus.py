@@ -1,4 +1,4 @@
-"""M6 · Prometheus' text exposition format (version 0.0.4): what a server answers when it is scraped.
+"""M6 · Prometheus' text exposition format (version 0.0.4): what a server answers to a scrape.
 
     # HELP vllm:num_requests_running Requests that run.
     # TYPE vllm:num_requests_running gauge
@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from math import inf
 from typing import Union
 
-from starter.metrics import Histogram, Metrics
+from starter.base.statistics import Histogram
+from starter.metrics import Metrics
 
 
 @dataclass(frozen=True)
 class Family:
-    """A metric: a "gauge" or "counter" with one number, or with one for each value of ``label``; or a "histogram"."""
+    """A metric: a "gauge" or "counter" with one number, or one for each value of ``label``; or a "histogram"."""
 
     name: str
     kind: str
@@ -61,7 +62,7 @@ def _line(name: str, labels: Mapping[str, str], value: float) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A label's value; half a surrogate pair, which no UTF-8 text can hold, as a question mark."""
+    """A label's value; half of a surrogate pair, which UTF-8 cannot encode, becomes a question mark."""
     text = text.encode("utf-8", "replace").decode("utf-8")
     return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 

@@ -1,4 +1,4 @@
-"""M6 · Replay: do to a fresh engine what a timeline says was done to another, and see that everything else follows.
+"""M6 · Replay: do to a fresh engine what a timeline says was done to another, and check that all else follows.
 
     timeline ──submit, cancel, inject, budgets, what outsiders did to pages──▶ a fresh engine
         └──────────────── must be equal, event for event ◀──────────────────── its timeline
@@ -6,13 +6,15 @@
     outcome = Replay(read_timeline("run.jsonl"), loaded).run()
     print(outcome.difference or f"{outcome.compared} events, all equal")
 
-On a virtual clock the times must be equal, too; on a real clock all but the times. What came from other threads while
-a step was computed is done again while it is computed; a step that was interrupted is interrupted again. A refusal
-changed nothing and is taken as told. Five things cannot be told from a timeline, and may end in a difference: what
-somebody outside does to the pages of a running request other than forking them or through a fault; pages that
-outsiders asked for in vain, where a RefusedPages fault counts the asks; how far a step had come when it was
-interrupted, where a fault counts the decoder's calls; a plan that was interrupted before it was told; and whether
-several cancels after a token came from who heard of it or after the step.
+On a virtual clock the times must be equal, too; on a real clock they are ignored. What other threads did while a step
+was computed is repeated while that step is computed; an interrupted step is interrupted again. A refusal changed
+nothing and is copied from the timeline. A timeline does not show five things, any of which may end in a difference:
+
+    - what an outsider did to the pages of a running request, other than fork them or through a fault
+    - pages that outsiders asked for in vain, where a RefusedPages fault counts the asks
+    - how far a step had come when it was interrupted, where a fault counts the decoder's calls
+    - a plan that was interrupted before its event was written
+    - whether several cancels after a token came from a listener or after the step
 """
 
 from __future__ import annotations
@@ -50,12 +52,13 @@ from starter.schema import (
 )
 from starter.timeline import Event, VirtualClock
 
-FREE_IN_HEADER = ("engine", "checkpoint", "weights")  # a newer engine, moved files: weights_sha256 says what counts
+FREE_IN_HEADER = ("engine", "checkpoint", "weights")  # may differ: newer engine, moved files; not weights_sha256
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first event that is not the same. ``number`` is its line in the file; None: nothing more happened there."""
+    """The first event that is not the same; ``number`` is its line in the file. An event is None where that side has
+    ended."""
 
     number: int
     step: int
@@ -71,8 +74,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How many events were equal, and the first that was not. ``surplus``: events of a step in the middle of which the
-    timeline breaks off, as after a crash."""
+    """How many events were equal, and the first that was not. ``surplus``: how many more events the replay has of the
+    step within which the timeline breaks off, as after a crash."""
 
     compared: int
     surplus: int
@@ -80,7 +83,7 @@ class Outcome:
 
 
 class _Interrupted(BaseException):
-    """The step is interrupted here, as it was then."""
+    """Interrupts the step where it was interrupted when it was recorded."""
 
 
 class Replay:
@@ -118,16 +121,16 @@ class Replay:
     # ---------------------------------------------------------------------------------------- comparing
 
     def _next(self) -> Event | None:
-        """The first event that was not yet compared."""
+        """The first event that has not been compared yet."""
         return self._recorded[self._compared] if self._compared < len(self._recorded) else None
 
     def _expect(self, event: Event) -> None:
-        """Hear an event of the replay: it must be the next one of the timeline."""
+        """Compare an event of the replay: it must be the next one of the timeline."""
         recorded = self._next()
         if recorded is None or self._difference:
             self._surplus += self._difference is None
             return
-        here, there = self._what_counts(recorded), self._what_counts(event)
+        here, there = self._comparable(recorded), self._comparable(event)
         if here == there:
             self._compared += 1
             if event["event"] == "token":
@@ -139,15 +142,15 @@ class Replay:
                      f"a {recorded['event']} event in the timeline, a {event['event']} event in the replay")
 
     def _cancel_as_a_listener(self) -> None:
-        """Who heard of a token may have cancelled a request at once, in the middle of the step: it is done again here,
-        also where the caller did it after the step's last token, which comes to the same."""
+        """A listener may have cancelled a request on a token, in the middle of the step: cancel it here again. If the
+        caller did so after the step's last token, the result is the same."""
         event = self._next()
         if event and event["event"] == "cancel":
-            with suppress(UnknownRequestError):  # a timeline that does not fit: the next act says so
+            with suppress(UnknownRequestError):  # the timeline does not fit; the next act reports it
                 self._engine.cancel(event["request"])
 
-    def _what_counts(self, event: Event) -> Event:
-        """The event as plain JSON, without what may differ."""
+    def _comparable(self, event: Event) -> Event:
+        """The event as plain JSON, without the fields that may differ."""
         free = (*(() if self._timed else ("time",)), *(FREE_IN_HEADER if event["event"] == "header" else ()))
         plain: Event = json.loads(json.dumps({key: value for key, value in event.items() if key not in free}))
         return plain
@@ -159,7 +162,7 @@ class Replay:
     # ------------------------------------------------------------------------------------------- acting
 
     def _act(self, event: Event) -> None:
-        """Do what came from outside; anything else must be what the next step brings."""
+        """Repeat an event that came from outside; any other must follow from running the next step."""
         engine = self._engine
         if event["event"] == "submit":
             self._submit(_request(event, self._compared + 1))
@@ -185,13 +188,13 @@ class Replay:
     def _submit(self, request: Request) -> None:
         with suppress(UnknownRequestError):
             self._engine.poll(request.request_id)  # an earlier request of this name was read to its end
-        with suppress(RequestError):  # the refusal is an event, and not the one that was expected
+        with suppress(RequestError):  # the refusal is an event, which is compared and differs
             self._engine.submit(request.prompt_tokens, request.max_tokens, request_id=request.request_id,
                                 sampling=request.sampling, priority=request.priority,
                                 stop_tokens=request.stop_tokens, cache_salt=request.cache_salt)
 
     def computing(self) -> None:
-        """A step is being computed: now other threads did what they did. Interrupt it if it was interrupted."""
+        """Called while a step is computed: repeat what other threads did then, and interrupt the step if it was."""
         while self._difference is None and (event := self._next()) is not None \
                 and event["step"] == self._engine.steps and self._is_from_outside(event):
             before = self._compared
@@ -207,7 +210,7 @@ S = TypeVar("S", bound=HasId)
 
 
 class _Watched(ModelRunner):
-    """Computes as the engine's own runner does, and says when."""
+    """The engine's own runner, which calls the replay before and after it computes."""
 
     def __init__(self, engine: InferenceEngine, replay: Replay) -> None:
         super().__init__(engine.model, engine.kv.store if engine.settings.use_cache else None)
@@ -221,53 +224,53 @@ class _Watched(ModelRunner):
 
 
 class _Outsiders:
-    """Who holds pages without being a request, and what they do with them, again."""
+    """Repeats what holders of pages did that are not requests."""
 
     def __init__(self, engine: InferenceEngine) -> None:
         self._engine, self._kv = engine, engine.kv
         self._handles: list[KVHandle] = []
 
     def act(self, events: Sequence[Event]) -> None:
-        """Repeat the act that the first of these events tell: what it evicts, copies and allocates comes before a
-        token is appended."""
-        told: dict[str, list[int]] = {}
+        """Repeat the act that the first of these events record: an append comes after what it evicts, copies and
+        allocates."""
+        changes: dict[str, list[int]] = {}
         name = events[0]["request"]
         for event in events:
-            if event["event"] != "pages" or event["change"] in told or event["request"] != name:
+            if event["event"] != "pages" or event["change"] in changes or event["request"] != name:
                 break
-            told[event["change"]] = event["pages"]
+            changes[event["change"]] = event["pages"]
             if event["change"] in ("release", "append"):
                 break
-        first = next((change for change in told if change != "evict"), "")
+        first = next((change for change in changes if change != "evict"), "")
         if first == "release":
-            self._release(name, told["release"])
+            self._release(name, changes["release"])
         elif first == "share":
-            self._handles.append(self._kv.fork(self._parent(told["share"]), name))
-        elif first == "allocate" and not _grows(told):
-            self._handles.append(self._kv.allocate(name, len(told["allocate"]) * self._kv.page_size))
-        elif "append" in told:
-            self._append(name, told)
+            self._handles.append(self._kv.fork(self._parent(changes["share"]), name))
+        elif first == "allocate" and not _grows(changes):
+            self._handles.append(self._kv.allocate(name, len(changes["allocate"]) * self._kv.page_size))
+        elif "append" in changes:
+            self._append(name, changes)
 
     def _release(self, name: str, pages: Sequence[int]) -> None:
         handle = self._find(name, pages)
         self._kv.release(handle)
         self._handles.remove(handle)
 
-    def _append(self, name: str, told: Mapping[str, Sequence[int]]) -> None:
-        """The table was as it is told, less the page it grew by, and with the copied page in place of the copy."""
-        if len(told.get("copy", (0, 0))) != 2:
-            raise RequestError(f"a copy is a page and its copy, not {list(told['copy'])}")
-        before = list(told["append"])[:len(told["append"]) - len(told.get("allocate", ()))]
-        if "copy" in told:
-            before = [told["copy"][0] if page == told["copy"][1] else page for page in before]
-        zeros = [0.0] * self._kv.width  # nobody else sees what an outsider writes
+    def _append(self, name: str, changes: Mapping[str, Sequence[int]]) -> None:
+        """Before the append, the table lacked the page it grew by, and had the copied page in place of the copy."""
+        if len(changes.get("copy", (0, 0))) != 2:
+            raise RequestError(f"a copy is a page and its copy, not {list(changes['copy'])}")
+        before = list(changes["append"])[:len(changes["append"]) - len(changes.get("allocate", ()))]
+        if "copy" in changes:
+            before = [changes["copy"][0] if page == changes["copy"][1] else page for page in before]
+        zeros = [0.0] * self._kv.width  # only the outsider itself would read them
         self._kv.append(self._find(name, before), zeros, zeros)
 
     def _find(self, name: str, pages: Sequence[int]) -> KVHandle:
         for handle in self._handles:
             if handle.request_id == name and self._kv.pages(handle) == tuple(pages):
                 return handle
-        raise RequestError(f"{name!r}, which is no request, holds no table of pages {list(pages)}")
+        raise RequestError(f"{name!r}, which is not a request, holds no table of pages {list(pages)}")
 
     def _parent(self, pages: Sequence[int]) -> KVHandle:
         scheduler, kv = self._engine.scheduler, self._kv
@@ -278,11 +281,10 @@ class _Outsiders:
         raise RequestError(f"no table begins with the pages {list(pages)}, so none can have been forked")
 
 
-def _grows(told: Mapping[str, Sequence[int]]) -> bool:
-    """Was the page allocated for a table that has others, whose next token goes there? (A table that has none is as
-    good as a new one.)"""
-    table = told.get("append", ())
-    return len(table) > 1 and list(table[-1:]) == told["allocate"]
+def _grows(changes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether the page was allocated to grow a table that has pages. (One without pages is as good as a new one.)"""
+    table = changes.get("append", ())
+    return len(table) > 1 and list(table[-1:]) == changes["allocate"]
 
 
 def _request(event: Event, number: int) -> Request:
@@ -295,8 +297,8 @@ def _request(event: Event, number: int) -> Request:
 def load_recorded(header: Event, folder: Path = Path(), checkpoint: str | Path | None = None,
                   device: str | None = None) -> Loaded:
     """The model that a timeline's header names. ``checkpoint`` is the path of a checkpoint or of a scenario's
-    safetensors file, which the header knows by its name only; else the latter is looked for from ``folder`` on.
-    ``device`` is that of backend "cuda", of which the header does not tell."""
+    safetensors file, of which the header holds only the name; without it, the latter is looked up from ``folder``.
+    ``device`` is that of backend "cuda", which the header does not name."""
     backend = load_backend(header["backend"], **({} if device is None else {"device": device}))
     quantization = Nullable(QUANTIZATION_SHAPE).parse(header.get("quantization"), "/quantization")
     if "weights" in header and "tokenizer" in header:

@@ -4,14 +4,14 @@
     write_report(engine.timeline.events, "report.html")       from an engine
 
 The file needs nothing else: no network, no server, no library. A timeline is folded here into a *model*, plain JSON
-that stands in the page between <script> tags; the files in ``viewer/`` draw it (``replay.js`` first, if you read them).
+between <script> tags of the page; the files in ``viewer/`` draw it (read ``replay.js`` first).
 
     events   submit a | step 0 | pages a | token a | submit b | step 1 | pages b | finish a | ...
     frames   [-------- frame 0 ----------] [token: out of 0]...[-- frame 1 ------]  ...         [end]
 
 A *frame* is what one step looks like while it computes: what has changed since the frame before (``ops``, in order),
 the batch, the reasons, and what came out of it. A last frame holds what happened after the last step. Sentences that
-differ in their numbers only are stored once, with the numbers beside them: reasons are most of a timeline.
+differ only in their numbers are stored once, with the numbers apart: reasons are most of a timeline.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SCRIPTS = ("words.js", "dom.js", "replay.js", "story.js", "panel.js", "gantt.js"
            "storycard.js", "pointing.js", "report.js")
 PHASES = ("waiting", "prefill", "decode", "preempted", "idle")  # idle: runs, but has no chunk in this step
 TABLE_CHANGES = ("allocate", "share", "copy", "release", "swap_out", "swap_in", "publish", "evict")
-GAP = "\0"  # stands for a number in a sentence
+GAP = "\0"  # in place of a number in a sentence
 _NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,14})(?![0-9])")
 
 
 def write_report(events: Iterable[Event], path: str | Path) -> None:
-    """Write the report of a timeline's events. SchemaError for events that are none, or a path that cannot be
-    written to."""
+    """Write the report of a timeline's events. SchemaError for events that are not a timeline's, and for a path that
+    cannot be written to."""
     html = report_html(events)
     try:
         Path(path).write_text(html, encoding="utf-8", newline="\n")
@@ -56,7 +56,7 @@ def report_html(events: Iterable[Event]) -> str:
         return (viewer / name).read_text(encoding="utf-8")
 
     parts = {"STYLE": read("report.css"), "SCRIPT": "\n".join(map(read, SCRIPTS)),
-             "MODEL": model.replace("<", "\\u003c")}  # so that no text in it can end the <script> it stands in
+             "MODEL": model.replace("<", "\\u003c")}  # so that no text in it can end its <script>
     return re.sub(r"\{\{(STYLE|SCRIPT|MODEL)\}\}", lambda match: parts[match[1]], read("report.html"))
 
 
@@ -78,17 +78,17 @@ def build_model(events: Iterable[Event]) -> dict[str, Any]:
 
 
 class _Builder:
-    """The fold: one method for each kind of event; kinds it does not know are passed over."""
+    """The fold: one method for each kind of event; unknown kinds are passed over."""
 
     def __init__(self) -> None:
         self.run: Event = {}
         self.pieces: list[str] = []  # of the vocabulary, where the header holds it
         self.requests: list[dict[str, Any]] = []
-        self.latest: dict[str, int] = {}  # id -> the last request that has it, and whoever else holds pages
+        self.latest: dict[str, int] = {}  # id -> the last request, or other holder of pages, that has it
         self.frames: list[dict[str, Any]] = []
         self.sentences: dict[str, int] = {}
-        self.ops: list[list[Any]] = []  # changes that belong to the frame in the making, or to come
-        self.planning = False  # what follows still belongs to the last step's plan
+        self.ops: list[list[Any]] = []  # changes of the frame in the making, or of the next one
+        self.planning = False  # whether events still belong to the last step's plan
         self.waiting: list[int] = []
         self.end: tuple[int, float] = 0, 0.0
 
@@ -135,7 +135,7 @@ class _Builder:
         about = {key: value for key, value in event.items() if key not in hidden}
         self.run = {**about, "began": event["time"], "page_size": settings["page_size"], "num_pages": pages,
                     "settings": dict(settings)}
-        if tokenizer := event.get("tokenizer"):  # then prompts can be read
+        if tokenizer := event.get("tokenizer"):  # then prompts can be shown as text
             self.pieces = [*([""] * len(tokenizer["specials"])), *tokenizer["characters"]]
 
     def _on_submit(self, event: Event) -> None:
@@ -190,12 +190,12 @@ class _Builder:
 
     def _on_token(self, event: Event) -> None:
         number = self._find(event["request"])
-        life = self.requests[number]
-        life["tokens"] += 1
-        life.setdefault("first", event["time"])
-        life["last"] = event["time"]
-        if "parent" not in life:  # further samples of a request have no time of their own to a first token
-            life["ttft"] = life["first"] - life["submitted_at"]
+        request = self.requests[number]
+        request["tokens"] += 1
+        request.setdefault("first", event["time"])
+        request["last"] = event["time"]
+        if "parent" not in request:  # further samples of a request have no time of their own to a first token
+            request["ttft"] = request["first"] - request["submitted_at"]
         self.frames[-1]["out"].append([number, event["token"], str(event["text"])])
 
     def _on_cancel(self, event: Event) -> None:
@@ -203,12 +203,12 @@ class _Builder:
 
     def _on_finish(self, event: Event) -> None:
         number = self._find(event["request"])
-        life = self.requests[number]
-        life["reason"], life["finished"] = str(event["reason"]), len(self.frames)
+        request = self.requests[number]
+        request["reason"], request["finished"] = str(event["reason"]), len(self.frames)
         if event.get("error"):
-            life["error"] = str(event["error"])
-        if life["tokens"] >= 2:
-            life["tpot"] = (life["last"] - life["first"]) / (life["tokens"] - 1)
+            request["error"] = str(event["error"])
+        if request["tokens"] >= 2:
+            request["tpot"] = (request["last"] - request["first"]) / (request["tokens"] - 1)
         self._note("finish", number)
 
     def _on_refuse(self, event: Event) -> None:
@@ -233,7 +233,7 @@ class _Builder:
         return self.latest[request_id]
 
     def _holder(self, request_id: str | None) -> int | None:
-        """Whose table it is; not only requests have one (a fault may hold pages). None: the pool itself."""
+        """The owner of a table, which need not be a request (a fault may hold pages). None: the pool itself."""
         if request_id is not None and request_id not in self.latest:
             self.latest[request_id] = len(self.requests)
             self.requests.append({"id": str(request_id), "outside": True, "submitted": len(self.frames), "tokens": 0,
@@ -249,11 +249,11 @@ class _Builder:
         pattern = _NUMBER.sub(GAP, sentence) if numbers else sentence
         return [self.sentences.setdefault(pattern, len(self.sentences)), *numbers]
 
-    def _extend(self, life: dict[str, Any], phase: str, frame: int) -> None:
+    def _extend(self, request: dict[str, Any], phase: str, frame: int) -> None:
         """One more frame in a phase: the Gantt chart's bars are [first frame, last frame, phase]."""
-        if phase == "waiting" and life.get("preempted"):
+        if phase == "waiting" and request.get("preempted"):
             phase = "preempted"
-        number, spans = PHASES.index(phase), life["spans"]
+        number, spans = PHASES.index(phase), request["spans"]
         if spans and spans[-1][1:] == [frame - 1, number]:
             spans[-1][1] = frame
         else:

@@ -1,9 +1,9 @@
-"""M6 · What an audit remembers of a request, from its submit to its end, and how long it may wait.
+"""M6 · What an audit keeps of a request, from its submit to its end, and how long the request may wait.
 
 The bound is the one that ``scheduler.py`` promises: behind k requests a request waits at most
-(k + 1) * (BYPASS_LIMIT + 2) * L * ceil(max_running / budget) steps, and under "prefill-first" AGING + 1 times as many,
-L being the most prompt and output tokens of a request that lives meanwhile. k and L are counted generously: whoever
-might ever go first, whoever ever lived.
+(k + 1) * (BYPASS_LIMIT + 2) * L * ceil(max_running / budget) steps, and AGING + 1 times as many under "prefill-first".
+L is the largest number of prompt and output tokens of any request that is live meanwhile. The audit is generous: k
+counts every request that could ever go first, L every request that was ever live.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from starter.schema import Request
 
 
 @dataclass(eq=False)
-class Life:
-    """A request, or a further sample of one."""
+class RequestRecord:
+    """A live request, or a further sample of one."""
 
     request: Request
-    family: str  # the request that it is a sample of
+    family: str  # id of the request that it is a sample of
     tokens: list[int]  # the prompt and what was generated
     serial: int  # order of submission
     arrival: int  # steps planned before it
@@ -28,9 +28,9 @@ class Life:
     computed: int = 0
     generated: int = 0
     running: bool = False
-    due: bool = False  # a token, from the step that was completed last
+    due: bool = False  # the last completed step has computed its next token
     cancelled: bool = False
-    late: bool = False  # by somebody who heard of its token, which may have been its last
+    cancelled_at_token: bool = False  # right after a token of its own, which may have been its last
     waited: int = 0  # steps since it began to wait; meanwhile:
     ahead: int = 0  # k
     longest: int = 0  # L
@@ -38,7 +38,7 @@ class Life:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Who is served first."""
+        """Smaller is served first."""
         return self.rank, self.serial
 
     @property
@@ -51,16 +51,16 @@ class Life:
         """Steps that it may wait."""
         return (self.ahead + 1) * (BYPASS_LIMIT + 2) * self.longest * self.turns
 
-    def begin_to_wait(self, lives: Iterable[Life]) -> None:
-        """It is new, or was preempted: it waits behind some of those who live, and some of them behind it."""
+    def begin_to_wait(self, live: Iterable[RequestRecord]) -> None:
+        """It is new, or was preempted: it waits behind some of the live requests, and some of them wait behind it."""
         self.waited, self.turns, self.ahead, self.longest = 0, 1, 0, self.length
-        for other in lives:
+        for other in live:
             if other is not self:
                 self.ahead += other.order < self.order
                 other.ahead += self.order < other.order
                 self.longest, other.longest = max(self.longest, other.length), max(other.longest, self.length)
 
     def wait(self, turns: int) -> None:
-        """One step more, which lets it have one turn in so many."""
+        """Wait for one more step, which serves it only every ``turns``-th time."""
         self.waited += 1
         self.turns = max(self.turns, turns)

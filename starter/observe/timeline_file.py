@@ -1,4 +1,4 @@
-"""Reads a timeline from its file, and refuses what is none."""
+"""M6 · Reads a timeline from its file, strictly."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from starter.timeline import CHANGES, FINISH_REASONS, TIMELINE_VERSION, Event
 
 
 def read_timeline(path: str | Path) -> list[Event]:
-    """Timeline file -> events, each with all that the module's docstring promises of its kind, and of the right type;
-    kinds and keys that it does not name are left alone. SchemaError names the line of the first damage."""
+    """The events of a timeline file. Each has all keys that ``timeline.py`` documents for its kind, with values of the
+    right type; unknown kinds and keys are left alone. SchemaError names the line of the first damage. O(bytes)."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except (OSError, ValueError) as error:
@@ -55,7 +55,7 @@ def _read_event(place: str, line: bytes) -> Event:
     return event
 
 
-_Rule = Callable[[object, str], object]  # of a value and its path: SchemaError unless it is as it should be
+_Rule = Callable[[object, str], object]  # takes a value and its path; SchemaError unless the value is right
 
 
 def _check_keys(event: Event, rules: Mapping[str, _Rule]) -> None:
@@ -70,7 +70,7 @@ def _check_keys(event: Event, rules: Mapping[str, _Rule]) -> None:
 
 
 def _text(value: object, path: str) -> None:
-    """A string of any characters, half a surrogate pair included: a token's text may be one."""
+    """A string of any characters, half of a surrogate pair included: a token's text may be one."""
     if not isinstance(value, str):
         raise SchemaError(f"a string is wanted, not {describe(value)}", path)
 
@@ -102,24 +102,12 @@ def _sentences(value: object, path: str) -> None:
 
 
 _TIME = Number(-1e15, 1e15).parse
-
-
 _COUNT = Integer(0, 2**53).parse
-
-
 _COUNTS = ListOf(Integer(0, 2**53)).parse
-
-
 _ID = Text(1).parse
-
-
 _IDS = ListOf(Text(1)).parse
-
-
 _COMMON: Mapping[str, _Rule] = {"event": _text, "step": _COUNT, "time": _TIME}
-
-
-_KEYS: Mapping[str, Mapping[str, _Rule]] = {  # what a reader may rely on, by kind; "?" marks what may be missing
+_KEYS: Mapping[str, Mapping[str, _Rule]] = {  # by kind, what a reader may rely on; "?" marks keys that may be missing
     "header": {"version": _COUNT, "engine": _text, "backend": _text, "settings": ENGINE_SHAPE.parse,
                "model": MODEL_SHAPE.parse, "weights_sha256?": Nullable(Text(64, 64)).parse,
                "quantization?": Nullable(QUANTIZATION_SHAPE).parse, "page_bytes": _COUNT,

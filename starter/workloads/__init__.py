@@ -1,6 +1,6 @@
-"""Wing: requests to run, and trouble to run them through.
+"""Wing: requests to run, and faults to run them with.
 
-    draw.py     a scenario drawn from a seed (``python3 -m starter.workloads``)
+    draw.py     a scenario drawn from a seed (``python3 -m starter draw``)
     traces.py   arrival times and lengths from public traces
-    faults.py   makes the faults happen that a scenario asks for
+    faults.py   fires the faults that a scenario asks for
 """

@@ -1,4 +1,4 @@
-"""``python3 -m starter.workloads``: draw a scenario from a seed."""
+"""``python3 -m starter.workloads``: the same as ``python3 -m starter draw``."""
 
 from starter.base.console import run_program
 from starter.workloads.draw import main

@@ -1,20 +1,20 @@
-"""M6 · Streams of requests: drawn from a seed, or read from a public trace. Fixtures, benchmarks and tests share them.
+"""M6 · Streams of requests, drawn from a seed or read from a public trace, for fixtures, benchmarks and tests.
 
     generate_requests(Workload(seed=7, requests=20, arrivals="bursty"), model)    -> requests, cancel events
     generate_scenario(Workload(seed=7), page_size=4)                              -> a whole Scenario
     requests_from_trace("AzureLLMInferenceTrace_conv.csv", model)                 -> requests
-    python3 -m starter.workloads --seed 7 --requests 20 --arrivals poisson > scenario.json
+    python3 -m starter draw --seed 7 --requests 20 --arrivals poisson > scenario.json
 
-The three patterns of arrival have the same mean rate and differ only in how it is spread over the steps:
+The three arrival patterns have the same mean rate and differ only in how they spread it over the steps:
 
     steady   |  |  |  |  |  |  |  |     every 1/rate steps
     poisson  ||    |  | |     |  ||     independent of each other
     bursty   |||         |||    |||     ``burst`` at once; the bursts come like poisson
 
-The same seed gives the same numbers on every platform and Python version. The Mersenne Twister's random() does, and
-what follows it is integers, comparisons, or a single IEEE 754 operation; log() and exp(), whose last bit differs
-between C libraries, decide nothing. Every aspect has a generator of its own, so that other arrivals, lengths or
-cancels leave the rest of the stream as it was, and more requests leave the first ones as they were.
+The same seed gives the same numbers on every platform and Python version: the Mersenne Twister's random() does, and
+all that follows it is integers, comparisons or a single IEEE 754 operation. log() and exp() are not used, because their
+last bit differs between C libraries. Each aspect has its own generator, so changing arrivals, lengths or cancels leaves
+the rest of the stream unchanged, and asking for more requests leaves the first ones unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
 
-from starter.base.console import EXIT_OK, Console, guarded, run_program
+from starter.base.console import EXIT_OK, Console, guarded
 from starter.base.strict_json import Integer, ListOf, Nullable, Number, OneOf, Shape
 from starter.errors import SchemaError
 from starter.schema import (
@@ -61,13 +61,13 @@ _SHARE = Number(0.0, 1.0)
 
 @dataclass(frozen=True)
 class Workload:
-    """What a stream of requests looks like. SchemaError, with the field as its path, for a value that is none.
+    """What a stream of requests looks like. SchemaError, with the field as its path, for an invalid value.
 
     arrivals          one of ARRIVALS, or the arrival step of each request
     rate, burst       mean requests a step; requests in a burst (one burst of all: everything at step 0)
     prompt, output    lengths: one of LENGTHS, or (least, most). With L = half the context: short is up to L/16, long
-                      from L/2 to L, mixed one long in four; long-tailed is from L/32 up, a length n times as long
-                      being 1/n as likely to be reached (Pareto), and cut at L
+                      from L/2 to L, mixed one long in four; long-tailed is Pareto from L/32 up (a length n times as
+                      long is reached 1/n as often), cut at L
     prefix_share      this share of the prompts begins with the same prefix_tokens tokens, put before their own
     cancel_share      this share is cancelled, at a step from arrival + 1 to arrival + 2 max_tokens: before the
                       first token, midway, or after the end
@@ -116,7 +116,7 @@ def _named(value: object, names: tuple[str, ...], numbers: Shape) -> Shape:
 
 
 class _Draw:
-    """One aspect's generator. ``uniform()`` is in [0, 1), a multiple of 2**-53."""
+    """The generator of one aspect. ``uniform()`` is a multiple of 2**-53 in [0, 1)."""
 
     def __init__(self, seed: int, aspect: str) -> None:
         digest = hashlib.sha256(f"{seed}/{aspect}".encode()).digest()
@@ -145,7 +145,7 @@ class _Draw:
 
 
 def generate_requests(workload: Workload, model: ModelConfig) -> tuple[tuple[Request, ...], tuple[ScenarioEvent, ...]]:
-    """Requests "r1", "r2", ..., which all fit the model's context, and cancels by step. O(tokens)."""
+    """Requests "r1", "r2", ..., all of which fit the model's context, and cancels ordered by step. O(tokens)."""
     aspects = ("prompt lengths", "output lengths", "prefixes", "samples", "cancels")
     prompts, outputs, prefixes, samples, cancels = (_Draw(workload.seed, aspect) for aspect in aspects)
     allowed = _allowed_tokens(model, workload.tokens)
@@ -233,11 +233,11 @@ def generate_scenario(workload: Workload, model: ModelConfig = DEFAULT_MODEL,
 
 def requests_from_trace(path: str | Path, model: ModelConfig, *, divide_lengths: int = 64, step_seconds: float = 0.1,
                         limit: int | None = None, seed: int = 0) -> tuple[Request, ...]:
-    """The first ``limit`` requests of a trace, at most, made small enough for this model; say so beside every number.
+    """The first ``limit`` requests of a trace, scaled down to this model; say so next to every number you report.
 
-    Lengths are divided, at least 1, and cut to the context; ``step_seconds`` of the trace are one step. Traces hold no
-    text: tokens are drawn, equal for equal blocks, so that prompts share the prefixes they shared. SchemaError as
-    ``read_trace``.
+    Lengths are divided (the result is at least 1) and cut to the context; ``step_seconds`` of the trace are one step.
+    Traces hold no text: tokens are drawn, equal for equal blocks, so that prompts share prefixes as they did in the
+    trace. SchemaError as ``read_trace``, and for arrivals that are too late.
     """
     Integer(1, 1_000_000).parse(divide_lengths, "/divide_lengths")
     Number(1e-6, 1e6).parse(step_seconds, "/step_seconds")
@@ -254,7 +254,7 @@ def requests_from_trace(path: str | Path, model: ModelConfig, *, divide_lengths:
     for i, row in enumerate(rows, 1):
         prompt, output = max(1, row.input_length // divide_lengths), max(1, row.output_length // divide_lengths)
         length, max_tokens = _fit(prompt, output, model.max_context)
-        # Token j stands for the trace's token j * divide_lengths, and lies in that one's block.
+        # Token j is the trace's token j * divide_lengths, and comes from that token's block.
         places = [divmod(j * divide_lengths, BLOCK) for j in range(length)]
         tokens = [block(row.hash_ids[which])[offset // divide_lengths] for which, offset in places]
         requests.append(Request(f"r{i}", tokens, max_tokens, float((row.timestamp - start) // step)))
@@ -278,8 +278,8 @@ def _name_or_numbers(text: str) -> str | tuple[int, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a scenario; exit code 2, and one line on standard error, for bad options."""
-    parser = _Parser(prog="python3 -m starter.workloads", allow_abbrev=False, argument_default=argparse.SUPPRESS,
+    """Print a scenario. Bad options are one line on standard error and exit code 2."""
+    parser = _Parser(prog="python3 -m starter draw", allow_abbrev=False, argument_default=argparse.SUPPRESS,
                      description="Print a scenario with requests drawn from a seed.")
     options: dict[str, tuple[Callable[[str], object], str]] = {
         "seed": (int, "of all draws"), "requests": (int, "how many"),
@@ -304,7 +304,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_OK
 
     return guarded(work)
-
-
-if __name__ == "__main__":
-    run_program(main)

@@ -2,9 +2,10 @@
 
     engine.inject([NanLogits(call=3, request_id="r1"), MemoryCut(step=5, pages=4, until=9)])
 
-Calls of the decoder, requests for pages and steps count from the injection on, each from 0. A fault that fires is an
-event of the timeline. What must hold whatever is injected: the request that is hit ends with finish_reason "error" and
-the reason, or goes on with the same tokens; every other stream is unchanged, bit for bit; no page is lost.
+Decoder calls, requests for pages, and steps are counted from the injection on, each from 0. A fault that fires is an
+event of the timeline. The engine promises that under any faults the request that is hit either ends with finish_reason
+"error" and the reason, or continues with the same tokens; that every other stream is unchanged, bit for bit; and that
+no page is lost.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from starter.kv_cache import KVCacheManager, KVHandle
 
 
 class FaultInjector:
-    """Fires faults when the engine passes by. ``record(event, **fields)`` is told of each."""
+    """Fires faults at the moments when the engine calls it. ``record(event, **fields)`` is called for each."""
 
     def __init__(self, faults: Iterable[Fault], kv: KVCacheManager, handle_of: Callable[[str], KVHandle],
                  record: Callable[..., None]) -> None:
@@ -36,11 +37,11 @@ class FaultInjector:
         self.slow = frozenset(fault.request_id for fault in self._faults if isinstance(fault, SlowConsumer))
         self._kv, self._handle_of, self._record = kv, handle_of, record
         self._steps = self._calls = self._asks = 0
-        self._held: list[tuple[int, KVHandle]] = []  # until which step
+        self._held: list[tuple[int, KVHandle]] = []  # (step at which they are given back, pages)
         kv.before_take = self.ask_for_pages
 
     def before_step(self) -> None:
-        """Outside holders do what they do."""
+        """Take or give back the pages of outside holders that are due at this step."""
         step, self._steps = self._steps, self._steps + 1
         self._give_back(step)
         for fault in self._faults:
@@ -53,14 +54,14 @@ class FaultInjector:
         pages = min(fault.pages, self._kv.free_pages)
         try:
             self._held.append((fault.until, self._kv.allocate(HOLDER, pages * self._kv.page_size)))
-        except OutOfPagesError:  # refused on purpose, like anybody's: the two faults cancel each other
+        except OutOfPagesError:  # a RefusedPages fault, which cancels this one
             return
         self._fire(fault)
 
     def _release(self, fault: AbnormalRelease) -> None:
         try:
             self._kv.release(self._handle_of(fault.request_id))
-        except (KeyError, StaleHandleError):  # it is not running: there is nothing to take away
+        except (KeyError, StaleHandleError):  # it is not running, so it has no pages to lose
             return
         self._fire(fault)
 
@@ -71,14 +72,14 @@ class FaultInjector:
             self._give_back(inf)
 
     def _give_back(self, step: float) -> None:
-        """What is held until this step."""
+        """Give back what is held until ``step``."""
         for until, handle in self._held:
             if until <= step:
                 self._kv.release(handle)
         self._held = [held for held in self._held if held[0] > step]
 
     def ask_for_pages(self, number: int, for_whom: str) -> None:
-        """The page manager calls this before it takes fresh pages."""
+        """The page manager calls this before it takes fresh pages. OutOfPagesError where a fault refuses them."""
         ask, self._asks = self._asks, self._asks + 1
         for fault in self._faults:
             if isinstance(fault, RefusedPages) and fault.ask == ask:
@@ -86,7 +87,7 @@ class FaultInjector:
                 raise OutOfPagesError(f"{for_whom} needs {number} pages; refused on purpose")
 
     def before_forward(self, request_ids: Collection[str]) -> None:
-        """Called before the decoder computes these requests."""
+        """Called before the decoder computes these requests. BackendError where a fault says so."""
         call, self._calls = self._calls, self._calls + 1
         for fault in self._faults:
             hit = isinstance(fault, BackendFault) and (
@@ -97,7 +98,7 @@ class FaultInjector:
                 raise BackendError(f"failed on purpose at call {call}")
 
     def after_forward(self, request_ids: Sequence[str], rows: Sequence[Sequence[float]]) -> list[Sequence[float]]:
-        """The decoder's logits for these requests, or NaN in their place."""
+        """The decoder's logits for these requests, a row each, with NaN in the rows that a fault hits."""
         result = list(rows)
         for fault in self._faults:
             if isinstance(fault, NanLogits) and fault.call == self._calls - 1:

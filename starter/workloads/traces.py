@@ -1,4 +1,4 @@
-"""M6 · Reading public request traces: when requests came and how long they were. They hold no text.
+"""M6 · Public request traces: when requests arrived and how long they were. They hold no text.
 
     Azure LLM inference trace 2023 (CSV, lines end in CRLF; Patel et al. 2024, "Splitwise")
         TIMESTAMP,ContextTokens,GeneratedTokens
@@ -6,7 +6,7 @@
     Mooncake (JSON Lines; Qin et al. 2025): one id for each block of 512 prompt tokens, equal where they are equal
         {"timestamp": 3000, "input_length": 1040, "output_length": 500, "hash_ids": [0, 14, 15]}
 
-``workload.requests_from_trace`` makes requests of the rows.
+``draw.requests_from_trace`` makes requests from the rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AZURE_ROW = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d{1,9})?,(\d{1,7})
 
 @dataclass(frozen=True)
 class TraceRow:
-    """A request as Mooncake writes it. ``timestamp`` is in milliseconds, exact, from an origin of the trace's own."""
+    """A request as Mooncake writes it. ``timestamp``: exact milliseconds since an origin that the trace chooses."""
 
     timestamp: Fraction | int
     input_length: int
@@ -50,9 +50,10 @@ _MOONCAKE_ROW = Record(TraceRow, {
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRow]:
-    """The first ``limit`` rows, all by default; no more than these are read. At least one.
+    """The first ``limit`` rows, all by default; the rest of the file is not read.
 
-    SchemaError that names file and line for anything malformed; its ``path`` points into a Mooncake row. O(rows).
+    SchemaError if there is no row; for anything malformed it names file and line, and its ``path`` points into a
+    Mooncake row. O(rows).
     """
     rows: list[TraceRow] = []
     number, azure = 0, False
@@ -85,5 +86,5 @@ def _azure_row(line: str, number: int) -> TraceRow:
     second, fraction, prompt, output = match.groups()
     milliseconds = (datetime.fromisoformat(second) - datetime.min) // timedelta(milliseconds=1)
     blocks = int(prompt) // BLOCK + 1
-    ids = range(number << 20, (number << 20) + blocks)  # this row's own: the trace says nothing of shared prefixes
+    ids = range(number << 20, (number << 20) + blocks)  # of this row alone: which prefixes are shared is unknown
     return TraceRow(milliseconds + 1000 * Fraction(f"0{fraction or '.0'}"), int(prompt), int(output), ids)

@@ -186,7 +186,7 @@ class BrokenTest(unittest.TestCase):
     def test_a_page_twice_in_a_table(self) -> None:
         at = self.find("pages", lambda event: len(event["pages"]) > 1, change="allocate")
         self.events[at]["pages"][0] = self.events[at]["pages"][1]
-        self.broken("V2", "stands twice", line=at)
+        self.broken("V2", "is twice in", line=at)
 
     def test_a_findable_page_is_given_away(self) -> None:
         del self.events[self.find("pages", change="evict")]
@@ -207,7 +207,7 @@ class BrokenTest(unittest.TestCase):
         for at in reversed([i for i, event in enumerate(self.events)
                             if event["event"] == "pages" and event["change"] == "publish"]):
             del self.events[at]
-        self.assertTrue(any("nobody has it and its content cannot be found" in violation.problem
+        self.assertTrue(any("no table has it and its content cannot be found" in violation.problem
                             for violation in Audit.of(self.events).violations))
 
     def test_tables_that_are_opened_copied_or_appended_to_in_no_way(self) -> None:
@@ -246,7 +246,7 @@ class BrokenTest(unittest.TestCase):
     def test_a_token_less(self) -> None:
         at = self.find("token", request="a", index=2)
         del self.events[at]
-        self.broken("V3", "a has all computed, but no token came of it")
+        self.broken("V3", "a has all computed, but no token followed")
 
     def test_another_index(self) -> None:
         self.broken("V3", "a gets token 3", line=self.change(self.find("token", request="a", index=2), index=3))
@@ -259,7 +259,7 @@ class BrokenTest(unittest.TestCase):
     def test_a_token_after_the_end(self) -> None:
         at = self.find("finish", request="c")
         self.events.insert(at + 1, {**self.events[at], **TOKEN, "request": "c", "index": 3})
-        self.broken("V3", "a token event of c, which does not live", line=at + 1)
+        self.broken("V3", "a token event of c, which is not live", line=at + 1)
 
     def test_more_tokens_than_were_asked_for(self) -> None:
         self.change(self.find("submit", request="g"), max_tokens=5)
@@ -268,7 +268,7 @@ class BrokenTest(unittest.TestCase):
     def test_two_ends(self) -> None:
         at = self.find("finish", request="a")
         self.events.insert(at, self.events[at])
-        self.broken("V3", "a finish event of a, which does not live", line=at + 1)
+        self.broken("V3", "a finish event of a, which is not live", line=at + 1)
 
     def test_no_end(self) -> None:
         for name in ("a", "c", "g"):
@@ -289,7 +289,7 @@ class BrokenTest(unittest.TestCase):
         self.broken("V3", "ends as 'stop', and was cancelled", line=self.change(
             self.find("finish", request="c"), reason="stop"))
         self.setUp()
-        self.broken("V3", "c ends for its length with 3 of 9 tokens", line=self.change(
+        self.broken("V3", "c ends at its length with 3 of 9 tokens", line=self.change(
             self.find("finish", request="c"), reason="length"))
         self.setUp()
         self.broken("V3", "a ends as 'cancelled', and was not", line=self.change(
@@ -298,21 +298,21 @@ class BrokenTest(unittest.TestCase):
     def test_a_cancel_without_an_end(self) -> None:
         at = self.find("finish", request="c")
         del self.events[at]
-        self.broken("V3", "c was cancelled, but no end came of it")
+        self.broken("V3", "c was cancelled, but no end followed")
 
     def test_somebody_unknown(self) -> None:
         for kind in ("token", "finish"):
             self.setUp()
-            self.broken("V3", "which does not live", line=self.change(self.find(kind), request="nobody"))
+            self.broken("V3", "which is not live", line=self.change(self.find(kind), request="nobody"))
         self.setUp()
         at = self.find("cancel")
-        self.broken("V3", "nobody is cancelled, but does not live", line=self.change(at, request="nobody"))
+        self.broken("V3", "nobody is cancelled, but is not live", line=self.change(at, request="nobody"))
         self.setUp()
         self.broken("V3", "forked from nobody", line=self.change(self.find("fork"), parent="nobody"))
 
     def test_a_name_twice(self) -> None:
         at = self.find("submit", request="b")
-        self.broken("V3", "a begins, but lives already", line=self.change(at, request="a"))
+        self.broken("V3", "a begins, but is live already", line=self.change(at, request="a"))
 
     # ---------------------------------------------------------------------------------------------- V4
 
@@ -335,7 +335,7 @@ class BrokenTest(unittest.TestCase):
     def test_a_phase_that_is_the_other_one(self) -> None:
         at = self.find("step", lambda event: event["chunks"])
         self.events[at]["chunks"][0][3] = "decode"
-        self.broken("V4", "is told as decode")
+        self.broken("V4", "is called decode")
 
     def test_more_run_than_may(self) -> None:
         self.events[0]["settings"]["max_running"] = 1
@@ -352,12 +352,12 @@ class BrokenTest(unittest.TestCase):
     def test_who_is_in_no_list(self) -> None:
         at = self.find("step", lambda event: event["waiting"])
         self.events[at]["waiting"].pop()
-        self.broken("V4", "lives, but the step told neither")
+        self.broken("V4", "is live, but the step lists it neither")
 
     def test_who_is_in_the_wrong_list(self) -> None:
         at = self.find("step", lambda event: event["waiting"])
         self.events[at]["running"].append(self.events[at]["waiting"].pop())
-        self.broken("V4", "is told to run, but does not|run after an admission")
+        self.broken("V4", "is listed as running, but is not|run after an admission")
 
     def test_who_decodes_is_left_out(self) -> None:
         at = self.find("step", lambda event: len(event["chunks"]) > 1 and event["chunks"][0][3] == "decode"

@@ -14,12 +14,13 @@ import unittest
 from pathlib import Path
 from unittest.mock import patch
 
+from starter import __main__ as program
 from starter import driver
 from starter.base.weights import seeded_weights
 from starter.checkpoints.llama2c import UNSAID, write_llama2c
 from starter.engine import InferenceEngine, play
 from starter.metrics import Metrics
-from starter.observe import commands as program
+from starter.observe import commands
 from starter.observe.perfetto import chrome_trace
 from starter.observe.prometheus import to_prometheus
 from starter.observe.timeline_file import read_timeline
@@ -143,7 +144,7 @@ class CheckTest(Case):
     def test_of_many_the_first_are_shown(self) -> None:
         self.rewrite('"change":"allocate"', '"change":"evict"')
         lines = run("check", self.file).out.splitlines()
-        self.assertEqual(len(lines), program.SHOWN + 1)
+        self.assertEqual(len(lines), commands.SHOWN + 1)
         self.assertRegex(lines[-1], r"^\d\d+ promises are broken; these are the first 20$")
 
 
@@ -161,7 +162,7 @@ class OutputTest(Case):
         self.assertEqual(document["traceEvents"], chrome_trace(read_timeline(self.file)))
 
     def test_report(self) -> None:
-        with patch.object(program, "write_report") as write:  # what is in it is tested in test_report.py
+        with patch.object(commands, "write_report") as write:  # what is in it is tested in test_report.py
             self.assertEqual(run("report", self.file, "-o", "x.html"), Run(0, "x.html: open it in a browser\n", ""))
         write.assert_called_once_with(read_timeline(self.file), "x.html")
 

@@ -8,7 +8,8 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 from math import inf
 
-from starter.metrics import Histogram, Metrics
+from starter.base.statistics import Histogram
+from starter.metrics import Metrics
 from starter.observe.prometheus import Family, exposition, to_prometheus
 from starter.observe.timeline_file import read_timeline
 from starter.timeline import Event
@@ -111,7 +112,7 @@ class FormatTest(unittest.TestCase):
     def test_a_whole_text(self) -> None:
         text = exposition("p:", {"model_name": "m"}, (
             Family("pages", "gauge", "Now.", 0.5), Family("ends_total", "counter", "Ends.", {"stop": 2}, "why"),
-            Family("wait", "histogram", "Waits.", Histogram.of((0.5, 2.0), (1, 0, 3), 9.25))))
+            Family("wait", "histogram", "Waits.", Histogram((0.5, 2.0, None), (1, 1, 4), 9.25))))
         self.assertEqual(text, """\
 # HELP p:pages Now.
 # TYPE p:pages gauge

@@ -10,12 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from starter.__main__ import main
 from starter.base.fault_kinds import MemoryCut
 from starter.engine import InferenceEngine, play
 from starter.errors import SchemaError
 from starter.metrics import Metrics
 from starter.observe import report
-from starter.observe.commands import main
 from starter.observe.report import build_model, report_html, write_report
 from starter.schema import SamplingParams, load_scenario
 from starter.timeline import Event, VirtualClock

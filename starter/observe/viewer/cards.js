@@ -18,7 +18,7 @@ class StepCard {
     byId("budget-text").textContent = now.end ? say(live ? "cut" : "over", {n: live}) : !scheduled ? say("nothing")
       : say("computes", {n: scheduled, budget: now.budget});
     this.out = new Map((now.out || []).map(([request, token, text]) => [request, text === "" ? `#${token}` : text]));
-    this.group = new Map(); // request -> where it stands; the most telling first
+    this.group = new Map(); // request -> its group; the most important first
     const groups = {preempted: now.preempted || [], running: now.running || [], waiting: state.waiting};
     for (const [group, requests] of Object.entries(groups)) {
       requests.forEach((request) => this.group.has(request) || this.group.set(request, group));

@@ -193,7 +193,7 @@ function paintSpan(context, hue, phase, x, middle, width, height, column = 0) {
   context.setLineDash([]);
 }
 
-// A bar of a phase; where there is room, its steps are told apart.
+// A bar of a phase; where there is room, its steps are drawn apart.
 function paintBar(context, hue, phase, x, y, width, height, column) {
   const alpha = context.globalAlpha;
   context.fillStyle = context.strokeStyle = hue;

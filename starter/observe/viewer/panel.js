@@ -4,7 +4,7 @@
 // A picture has layout(width) -> the height it wants; base(context, panel); and top(context, panel), if anything moves.
 
 const HUES = 10;
-const theme = {asked: null}; // "light" or "dark", where somebody asked for it; else as the system prefers
+const theme = {asked: null}; // "light" or "dark", where the reader chose it; else as the system prefers
 
 function readTheme() {
   const root = document.documentElement, system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";

@@ -15,7 +15,7 @@ class State {
     this.computed = new Map(); // request -> tokens in its pages once this step is computed
     this.swapped = new Set(); // requests whose tokens are in host pages
     this.waiting = []; // in the order of the queue
-    this.touched = new Set(); // pages that this frame gave to somebody
+    this.touched = new Set(); // pages that this frame gave away
   }
 
   copy() {
@@ -167,7 +167,7 @@ function unfold(model, sentence, numbers) {
   return model.sentences[sentence].replace(/\0/g, (gap) => (next < numbers.length ? numbers[next++] : gap));
 }
 
-// Where a request stands in a frame: a phase, or -1 before it came and after it ended.
+// A request's phase in a frame, or -1 before it came and after it ended.
 function phaseAt(request, frame) {
   const span = request.spans.find(([from, to]) => from <= frame && frame <= to);
   return span ? span[2] : -1;

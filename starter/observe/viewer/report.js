@@ -72,7 +72,7 @@ class App {
     return this.followedRequest === null || this.state.table(this.followedRequest).includes(page);
   }
 
-  // What the looks of a request's row depend on, besides what it says.
+  // What a request's row looks like depends on, apart from its text.
   look(request) {
     return [this.follows(request), this.followedRequest === request, this.followedPage, this.themeNumber];
   }
@@ -270,14 +270,14 @@ class App {
 
   // A run is opened where something happens: at the first sharing, else the first wait.
   opening() {
-    const {told} = this.stories;
-    const entry = told.find((each) => each.kind === "finds" && each.others.length)
-      || told.find((each) => each.kind === "wait");
+    const {notable} = this.stories;
+    const entry = notable.find((each) => each.kind === "finds" && each.others.length)
+      || notable.find((each) => each.kind === "wait");
     return entry ? entry.from : 0;
   }
 
   writeAddress() {
-    clearTimeout(this.addressTimer); // browsers allow only so many changes a second
+    clearTimeout(this.addressTimer); // browsers limit the changes a second
     if (this.playing) return;
     this.addressTimer = setTimeout(() => {
       const place = new URLSearchParams({step: this.now.step});

@@ -1,7 +1,7 @@
 // What happened, as sentences: the biography of every request and of every page, gathered in one pass over the frames.
 //
-// An entry is {request, kind, from, to, ...values}: language-neutral, put into words by storyText. `told` is the list
-// of what deserves a sentence when nobody in particular is followed.
+// An entry is {request, kind, from, to, ...values}: language-neutral, put into words by storyText. `notable` is the list
+// of entries that get a sentence while no request is followed.
 
 const NOTABLE = new Set(["finds", "forks", "copies", "swapsIn", "cancel", "error", "refuse", "fault", "holds"]);
 
@@ -17,9 +17,9 @@ class Stories {
     this.open = new Map(); // request -> the entry that goes on while it does the same
     model.frames.forEach((frame, number) => this.follow(frame, number));
     this.of.forEach((entries) => entries.sort((a, b) => a.from - b.from || RANK(a) - RANK(b)));
-    this.told = [...this.of.flat(), ...this.loose].filter((entry) => NOTABLE.has(entry.kind));
-    this.told.push(...this.waits.map(inOneSentence));
-    this.told.sort((a, b) => a.from - b.from || RANK(a) - RANK(b));
+    this.notable = [...this.of.flat(), ...this.loose].filter((entry) => NOTABLE.has(entry.kind));
+    this.notable.push(...this.waits.map(inOneSentence));
+    this.notable.sort((a, b) => a.from - b.from || RANK(a) - RANK(b));
   }
 
   add(request, kind, frame, values = {}) {
@@ -34,7 +34,7 @@ class Stories {
     if (teller) teller(this, about, more, before, frame);
   }
 
-  // What a frame's batch and queue say: waits, prefills and decodes are told as stretches of frames.
+  // What a frame's batch and queue say: waits, prefills and decodes become stretches of frames.
   follow(frame, number) {
     const reasons = new Map((frame.why || []).map(([request, ...reason]) => [request, reason]));
     const queue = frame.waiting || (frame.end ? [] : this.queue) || [];
@@ -119,7 +119,7 @@ class Stories {
   }
 }
 
-// A whole wait, told with what it was for: how it was preempted, else the reason that lasted longest.
+// A whole wait, with its reason: how it was preempted, else the reason that lasted longest.
 function inOneSentence({parts, ...wait}) {
   const lasted = (part) => (part.kind === "preempt" ? Infinity : part.reason ? part.to - part.from + 1 : 0);
   const {reason, place} = parts.reduce((main, part) => (lasted(part) > lasted(main) ? part : main));

@@ -18,7 +18,7 @@ class StoryCard {
     } else if (page !== null) {
       this.show(say("pageStory", {page}), this.pageFacts(page), this.app.pageStory);
     } else {
-      this.show(say("story"), [element("dd", {class: "hint"}, say("hint"))], stories.told);
+      this.show(say("story"), [element("dd", {class: "hint"}, say("hint"))], stories.notable);
     }
   }
 

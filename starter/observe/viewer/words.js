@@ -1,6 +1,6 @@
 // Every word the page shows, in English and in Chinese, and the engine's reasons put into Chinese.
 //
-//     say("pages", {n: 3})            "3 pages"       {name} stands for a value; "one|many" is chosen by n
+//     say("pages", {n: 3})            "3 pages"       {name} is replaced by a value; "one|many" is chosen by n
 //     reasonText("waits: needs 1 …")  the sentence itself, or its Chinese form where the pattern is known
 "use strict";
 
