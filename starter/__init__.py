@@ -8,9 +8,9 @@
         for event in engine.stream(request):
             print(event.token, event.text)
 
-Reading order: errors, schema, reference, backend, model, kv_cache, scheduler, sampling, quantization, timeline,
-metrics, engine, numpy_backend, driver. What they build on is in base/ and need not be read; every other folder is
-optional.
+Reading order: errors, schema, reference, backend, model, kv_cache, sampling, sequences, scheduler, quantization,
+timeline, metrics, core, engine, numpy_backend, driver. What they build on is in base/ and need not be read; every
+other folder is optional.
 
 Names are imported when first used (PEP 562), so that ``import starter`` costs next to nothing and
 ``python3 -m starter.schema`` runs its module once, not twice.

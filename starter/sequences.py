@@ -25,7 +25,7 @@ from .schema import Request, TokenEvent, sample_id
 _order = attrgetter("order")
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class SequenceState:
     """A live sequence (a request, or one of its samples): how much of it is known, computed and stored."""
 
@@ -48,6 +48,9 @@ class SequenceState:
         self.id = self.request.request_id
         self.tokens = self.tokens or list(self.request.prompt_tokens)
         self.known = self.prompt_length = len(self.request.prompt_tokens)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id!r}: {self.computed} of {self.known} tokens computed>"
 
     @property
     def generated(self) -> int:
@@ -87,9 +90,9 @@ class WaitingQueue:
     def remove(self, sequence: SequenceState) -> None:
         """Remove a sequence; nothing happens if this very object does not wait."""
         if self.get(sequence.id) is sequence:
-            del self._sorted[self._sorted.index(sequence, bisect_left(self._sorted, sequence.order, key=_order))]
-            del self._by_id[sequence.id]
             self._ids = None
+            del self._by_id[sequence.id]
+            del self._sorted[self._sorted.index(sequence, bisect_left(self._sorted, sequence.order, key=_order))]
 
     def first(self, number: int) -> list[SequenceState]:
         """The first ``number`` in order; they stay."""
