@@ -105,12 +105,15 @@ class Batch:
         no slots. O(tokens)."""
         batch = cls(page_size)
         for tokens, start, pages, wants_logits in pieces:
-            end = start + len(tokens)
-            batch.spans.append(Span(len(batch.tokens), len(tokens), end, pages, page_size))
+            count = len(tokens)
+            batch.spans.append(Span(len(batch.tokens), count, start + count, pages, page_size))
             batch.tokens += tokens
-            batch.positions += range(start, end)
-            if pages:
-                batch.slots += slots(pages, page_size, start, end)
+            if count == 1 and pages:  # a decode: one slot
+                batch.positions.append(start)
+                batch.slots.append(pages[start // page_size] * page_size + start % page_size)
+            else:
+                batch.positions += range(start, start + count)
+                batch.slots += slots(pages, page_size, start, start + count) if pages else []
             if wants_logits:
                 batch.logit_rows.append(len(batch.tokens) - 1)
         return batch

@@ -198,12 +198,13 @@ class MetricsCollector:
     def tokens(self, sequences: Collection[str], time: float) -> None:
         """Each of these sequences has a new token. O(1) for each."""
         self.now = time
+        self.counts["output_tokens"] += len(sequences)
+        between_tokens = self.durations["itl"]
         for name in sequences:
             request = self.requests[name]
             before, request.last_token = request.last_token, time
-            self.counts["output_tokens"] += 1
             if before is not None:
-                self.durations["itl"].count(time - before)  # one for each token: too many to keep
+                between_tokens.count(time - before)  # one for each token: too many to keep
                 continue
             request.first_token = time
             if not request.forked:
