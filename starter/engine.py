@@ -51,7 +51,7 @@ class InferenceEngine:
     def __init__(self, loaded: Loaded, settings: EngineSettings | None = None,
                  clock: Callable[[], float] | None = None) -> None:
         if clock is not None and not callable(clock):
-            raise SchemaError(f"a function that returns seconds is wanted, not {describe(clock)}", "/clock")
+            raise SchemaError(f"expected a function that returns seconds, not {describe(clock)}", "/clock")
         self._core = core = EngineCore(loaded, settings or EngineSettings(), time.monotonic if clock is None else clock)
         self.settings, self.model, self.tokenizer = core.settings, core.model, core.tokenizer
         self.scheduler, self.kv, self.timeline = core.scheduler, core.kv, core.recorder.timeline
@@ -74,7 +74,7 @@ class InferenceEngine:
         None, "int8", "int4" or a QuantizationConfig. SchemaError names a setting that is out of range.
         """
         if not isinstance(scenario, Scenario):
-            raise SchemaError(f"a Scenario is wanted, as load_scenario(path) returns it, not {describe(scenario)}")
+            raise SchemaError(f"expected a Scenario, as load_scenario(path) returns it, not {describe(scenario)}")
         Nullable(SEED_SHAPE).parse(weights_seed, "/weights_seed")
         settings = scenario.engine.override(overrides)
         return cls(load_scenario_model(scenario, backend, quantization, weights_seed), settings, clock)
@@ -85,7 +85,7 @@ class InferenceEngine:
         """An engine for a checkpoint on disk: a GGUF file, a Hugging Face folder, or a llama2.c model file with its
         tokenizer beside it. ``quantization`` as in ``from_scenario``, or "stored": the codes that a GGUF file holds."""
         if not isinstance(path, (str, Path)):
-            raise SchemaError(f"the path of a model file or of its folder is wanted, not {describe(path)}")
+            raise SchemaError(f"expected the path of a model file or of its folder, not {describe(path)}")
         settings = EngineSettings().override(overrides)
         reader = wing("checkpoints.load", "a checkpoint")
         return cls(reader.load_checkpoint_model(path, backend, quantization), settings, clock)
@@ -223,7 +223,7 @@ class InferenceEngine:
         """Continue several prompts together; the tokens of each (of n samples, the first). All or none: a prompt that
         is refused, or that ends with an error, cancels the others and raises."""
         if not isinstance(prompts, Sequence) or isinstance(prompts, (str, bytes)):
-            raise RequestError(f"a list of prompts is wanted, each a list of tokens, not {describe(prompts)}")
+            raise RequestError(f"expected a list of prompts, each a list of tokens, not {describe(prompts)}")
         request_ids: list[str] = []
         try:
             for prompt in prompts:
@@ -293,7 +293,7 @@ class InferenceEngine:
         faults = tuple(faults) if isinstance(faults, Iterable) else (faults,)
         for fault in faults:
             if not isinstance(fault, get_args(Fault)):
-                raise RequestError(f"a list of faults is wanted (see faults.py), not {describe(fault)}")
+                raise RequestError(f"expected a list of faults (see workloads/faults.py), not {describe(fault)}")
         make = wing("workloads.faults", "a fault on purpose").FaultInjector
         with self._lock:
             self.lift_faults()

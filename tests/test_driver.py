@@ -263,7 +263,7 @@ class BadInputTest(Case):
         self.check_refused(run("--fixture", self.folder / "nothing.json"), "nothing.json")
         self.check_refused(run("--fixture", self.folder), str(self.folder))
         document = self.file.read_text(encoding="utf-8")
-        for content, word in (("", "not JSON"), ("{", "line 1"), ("[]", "an object is wanted"), ("[" * 10**5, "nested"),
+        for content, word in (("", "not JSON"), ("{", "line 1"), ("[]", "expected an object"), ("[" * 10**5, "nested"),
                               (document.replace('"version": 1', '"version": 2'), "/version"),
                               (document.replace('"max_tokens": 9', '"max_tokens": NaN'), "/requests/1/max_tokens"),
                               (document.replace('"width": 8', '"width": 9'), "/model/width"),

@@ -321,7 +321,7 @@ class RefusalTest(Case):
 
     def test_a_document_that_is_no_object(self) -> None:
         for text in ("[]", "1", '"x"', "null", "true"):
-            self.refused(text, "", "an object is wanted")
+            self.refused(text, "", "expected an object")
 
 
 class LoadTest(unittest.TestCase):

@@ -127,15 +127,15 @@ class WrongTypes(unittest.TestCase):
         """What would otherwise be taken for something else, or for nothing."""
         engine, from_scenario = make_engine(), starter.InferenceEngine.from_scenario
         for call, words in (
-                (lambda: from_scenario("path"), "a Scenario is wanted, as load_scenario"),
-                (lambda: from_scenario(scenario(), weights_seed=True), "/weights_seed: an integer"),
+                (lambda: from_scenario("path"), "expected a Scenario, as load_scenario"),
+                (lambda: from_scenario(scenario(), weights_seed=True), "/weights_seed: expected an integer"),
                 (lambda: from_scenario(scenario(), weights_seed=-1), "/weights_seed: must be from 0"),
-                (lambda: from_scenario(scenario(), clock=0), "/clock: a function that returns"),
+                (lambda: from_scenario(scenario(), clock=0), "/clock: expected a function that returns"),
                 (lambda: starter.InferenceEngine.from_checkpoint(None), "path of a model file or of its folder"),
                 (lambda: engine.submit([1], 2, sampling=0), "sampling must be a SamplingParams, not 0"),
-                (lambda: engine.generate(None, 3), "a list of prompts is wanted, each a list of tokens, not null"),
-                (lambda: engine.generate("ab", 3), "a list of prompts is wanted"),
-                (lambda: engine.inject([5]), "a list of faults is wanted"),
+                (lambda: engine.generate(None, 3), "expected a list of prompts, each a list of tokens, not null"),
+                (lambda: engine.generate("ab", 3), "expected a list of prompts"),
+                (lambda: engine.inject([5]), "expected a list of faults"),
                 (lambda: starter.SamplingParams(stop=5), "stop must be strings that are not empty, not 5"),
                 (lambda: starter.SamplingParams(stop={"a": 1}), "stop must be strings"),
                 (lambda: starter.SamplingParams(logit_bias=[1]), "logit_bias must be a mapping from token to number"),

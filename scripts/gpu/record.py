@@ -40,7 +40,7 @@ class Fields(Shape):
 
     def parse(self, value: object, path: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise SchemaError(f"an object is wanted, not {describe(value)}", path)
+            raise SchemaError(f"expected an object, not {describe(value)}", path)
         for name in {**self.fields, **value}:
             if name not in value or name not in self.fields:
                 problem = "missing" if name in self.fields else f"unknown; allowed: {', '.join(self.fields)}"

@@ -93,7 +93,7 @@ class _Range(Shape):
     def parse(self, value: Any, path: str) -> Any:
         low, high = self._limits()
         if not self._has_type(value):
-            raise SchemaError(f"{self._kind} from {low} to {high} is wanted, not {describe(value)}", path)
+            raise SchemaError(f"expected {self._kind} from {low} to {high}, not {describe(value)}", path)
         if not low <= value <= high:  # NaN fails every comparison
             raise SchemaError(f"must be from {low} to {high}, not {_short(value)}", path)
         return value
@@ -143,7 +143,7 @@ class Boolean(Shape):
 
     def parse(self, value: object, path: str) -> bool:
         if not isinstance(value, bool):
-            raise SchemaError(f"true or false is wanted, not {describe(value)}", path)
+            raise SchemaError(f"expected true or false, not {describe(value)}", path)
         return value
 
     def problem(self, value: object) -> str:
@@ -162,7 +162,7 @@ class Text(Shape):
 
     def parse(self, value: object, path: str) -> str:
         if not isinstance(value, str):
-            raise SchemaError(f"a string is wanted, not {describe(value)}", path)
+            raise SchemaError(f"expected a string, not {describe(value)}", path)
         if not self.shortest <= len(value) <= self.longest:
             raise SchemaError(f"must have {self.shortest} to {self.longest} characters, not {len(value)}", path)
         if _has_surrogate(value):
@@ -233,7 +233,7 @@ class ListOf(Shape):
 
     def parse(self, value: object, path: str) -> tuple[Any, ...]:
         if not isinstance(value, (list, tuple)):
-            raise SchemaError(f"a list is wanted, not {describe(value)}", path)
+            raise SchemaError(f"expected a list, not {describe(value)}", path)
         if not self.shortest <= len(value) <= self.longest:
             raise SchemaError(f"must have {self.shortest} to {self.longest} items, not {len(value)}", path)
         return tuple(self.item.parse(item, pointer(path, i)) for i, item in enumerate(value))
@@ -254,7 +254,7 @@ class Pair(Shape):
 
     def parse(self, value: object, path: str) -> tuple[Any, Any]:
         if not isinstance(value, (list, tuple)) or len(value) != 2:
-            raise SchemaError(f"a list of two items is wanted, not {describe(value)}", path)
+            raise SchemaError(f"expected a list of two items, not {describe(value)}", path)
         return self.first.parse(value[0], pointer(path, 0)), self.second.parse(value[1], pointer(path, 1))
 
     def dump(self, value: tuple[Any, Any]) -> object:
@@ -363,7 +363,7 @@ class Tagged(Shape):
 
 def _object(value: object, path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise SchemaError(f"an object is wanted, not {describe(value)}", path)
+        raise SchemaError(f"expected an object, not {describe(value)}", path)
     return value
 
 

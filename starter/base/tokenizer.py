@@ -113,7 +113,7 @@ def text_or_bytes(piece: bytes) -> str | bytes:
 def text_start(text: str, bos_name: str) -> int:
     """Index of the first character after any names of the beginning-of-sequence token that the text opens with."""
     if not isinstance(text, str):
-        raise RequestError(f"a text is wanted, not a {type(text).__name__}")
+        raise RequestError(f"expected a text, not a {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:

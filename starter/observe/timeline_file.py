@@ -72,7 +72,7 @@ def _check_keys(event: Event, rules: Mapping[str, _Rule]) -> None:
 def _text(value: object, path: str) -> None:
     """A string of any characters, half of a surrogate pair included: a token's text may be one."""
     if not isinstance(value, str):
-        raise SchemaError(f"a string is wanted, not {describe(value)}", path)
+        raise SchemaError(f"expected a string, not {describe(value)}", path)
 
 
 def _chunks(value: object, path: str) -> None:
@@ -85,13 +85,13 @@ def _chunks(value: object, path: str) -> None:
 
 def _list(value: object, path: str) -> list[object]:
     if not isinstance(value, list):
-        raise SchemaError(f"a list is wanted, not {describe(value)}", path)
+        raise SchemaError(f"expected a list, not {describe(value)}", path)
     return value
 
 
 def _object(value: object, path: str) -> None:
     if not isinstance(value, dict):
-        raise SchemaError(f"an object is wanted, not {describe(value)}", path)
+        raise SchemaError(f"expected an object, not {describe(value)}", path)
 
 
 def _sentences(value: object, path: str) -> None:

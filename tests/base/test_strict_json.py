@@ -121,7 +121,7 @@ class ShapeTest(Case):
         self.refused(MapOf(Integer()), {"a/b~c": None}, "/here/a~1b~0c", "null")
         self.refused(ListOf(MapOf(ListOf(Integer()))), [{}, {"": [0, 1.5]}], "/here/1//1")
         self.refused(PAIR, {"left": 1, "right": 10}, "/here/right", "10")
-        self.refused(PAIR, [1, 2], "/here", "an object is wanted", "a list")
+        self.refused(PAIR, [1, 2], "/here", "expected an object", "a list")
 
     def test_a_record_refuses_unknown_and_missing_keys(self) -> None:
         self.refused(PAIR, {"left": 1, "right": 2, "middle": 3}, "/here/middle", "left, right")
@@ -141,7 +141,7 @@ class ShapeTest(Case):
         self.refused(EITHER, {"kind": "pear", "left": 0}, "/here/kind", "'pair', 'named'")
         self.refused(EITHER, {"kind": ["pair"], "left": 0}, "/here/kind")
         self.refused(EITHER, {"kind": "named", "left": 0}, "/here/left", "name, tags")
-        self.refused(EITHER, "pair", "/here", "an object is wanted")
+        self.refused(EITHER, "pair", "/here", "expected an object")
 
     def test_json_schema_says_the_same(self) -> None:
         self.assertEqual(PAIR.json_schema(), {

@@ -155,7 +155,7 @@ class CharacterTokenizerTest(unittest.TestCase):
     def test_what_is_no_text_is_refused(self) -> None:  # K049: an empty prompt is "", and nothing else passes for one
         for tokenizer in (self.tokenizer, llama2c_tokenizer()):
             for prompt in ([], [""], None, b"ab", 3):
-                with self.subTest(prompt=prompt), self.assertRaisesRegex(RequestError, "text is wanted"):
+                with self.subTest(prompt=prompt), self.assertRaisesRegex(RequestError, "expected a text"):
                     tokenizer.encode(prompt)
             self.assertEqual((tokenizer.encode(""), tokenizer.decode([]), tokenizer.decode([1, 2, 1])), ([], "", ""))
 
