@@ -1,4 +1,4 @@
-"""How the spine reaches a wing: by name, at the moment somebody asks for it, never by an import.
+"""How the spine reaches a wing: by name, when it is asked for, never by an import.
 
 A wing is a package that can be deleted. What it gave is then refused in one sentence, and nothing else changes:
 
