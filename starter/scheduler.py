@@ -344,8 +344,8 @@ class ContinuousBatchScheduler:
         return failures
 
     def sequence(self, request_id: str) -> SequenceState:
-        """The state of a live request. Whoever samples its tokens appends them to ``tokens``; the rest is to be
-        read."""
+        """The state of a live request. The caller appends the tokens that it samples to ``tokens``; everything else is
+        for the scheduler to change."""
         if (sequence := self._find(request_id)) is None:
             raise UnknownRequestError(f"request {request_id!r} is not live")
         return sequence
