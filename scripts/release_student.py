@@ -60,7 +60,8 @@ def release(out: Path, through: int = 0) -> None:
     for module in given_modules(table["roots"]):
         path = source_of(module)
         source = path.read_text(encoding="utf-8")
-        mine = {function: body for name, body in open_work.items() for home, function in [apart(name)] if home == module}
+        mine = {function: body for name, body in open_work.items()
+                for home, function in [apart(name)] if home == module}
         write(out / path.relative_to(ROOT), without_orphans(with_bodies(source, mine, module)) if mine else source)
     for pattern in table["files"]:
         found = [path for path in sorted(ROOT.glob(pattern)) if path.is_file() and "__pycache__" not in path.parts]
@@ -107,8 +108,8 @@ def source_of(module: str) -> Path:
 def apart(name: str) -> tuple[str, str]:
     """"backends.int8_pages.encode_keys" -> its module, and the function's name within it."""
     parts = name.split(".")
-    length = next((i for i in range(1, len(parts)) if ROOT.joinpath("starter", *parts[:i]).with_suffix(".py").is_file()),
-                  1)
+    starter = ROOT / "starter"
+    length = next((i for i in range(1, len(parts)) if starter.joinpath(*parts[:i]).with_suffix(".py").is_file()), 1)
     return ".".join(parts[:length]), ".".join(parts[length:])
 
 
@@ -182,7 +183,8 @@ def with_bodies(source: str, bodies: dict[str, str], module: str) -> str:
     """The source with other bodies for some functions."""
     found = dict(functions(ast.parse(source)))
     if missing := bodies.keys() - found.keys():
-        raise ReleaseError(f"{source_of(module).relative_to(ROOT).as_posix()} has no {', '.join(sorted(missing))}; correct {TABLE.name}")
+        raise ReleaseError(f"{source_of(module).relative_to(ROOT).as_posix()} has no {', '.join(sorted(missing))}; "
+                           f"correct {TABLE.name}")
     lines = source.splitlines()
     for name in sorted(bodies, key=lambda name: found[name].lineno, reverse=True):
         first, last = body_lines(source, found[name])

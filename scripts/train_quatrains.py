@@ -264,7 +264,8 @@ def scenario(weights: Parameters, vocabulary: CharacterVocabulary) -> Scenario:
                for request in requests if request.sampling.temperature == 0.0}
     golden = Golden({name: tokens for name, (tokens, _) in goldens.items()},
                     round(min(margin for _, margin in goldens.values()), 6),
-                    made_by="scripts/train_quatrains.py in PyTorch, float64; tests/tools/test_quatrains.py asks transformers")
+                    made_by="scripts/train_quatrains.py in PyTorch, float64; "
+                            "tests/tools/test_quatrains.py asks transformers")
     return Scenario(
         SCENARIO_VERSION, "quatrains", MODEL,
         SafetensorsWeights(WEIGHTS.name, weights_digest(read_safetensors(WEIGHTS))), vocabulary, tuple(requests),

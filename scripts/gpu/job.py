@@ -109,8 +109,8 @@ class Job:
     # ------------------------------------------------------------------------------------------------- parts
 
     def kernel_checks(self) -> Iterator[str]:
-        """The kernels' own tests (tests/backends/test_cuda_kernels.py, tests/backends/test_cuda_int8_kernels.py) on this device: lengths,
-        odd widths, permuted pages."""
+        """The kernels' own tests (tests/backends/test_cuda_kernels.py and test_cuda_int8_kernels.py) on this device:
+        lengths, odd widths, permuted pages."""
         from starter.backends.cuda.device import Device
         from tests.backends.test_cuda_int8_kernels import Int8KernelTest
         from tests.backends.test_cuda_kernels import KernelTest
