@@ -11,6 +11,7 @@ from starter.backend import Backend, ReferenceBackend, ReferenceKVStore, load_ba
 from starter.errors import BackendError, MissingWingError
 from starter.kv_cache import KVStore, PlainStore
 from tests.extras import needs
+from tests.wings import needs_wing
 
 
 def parameters(owner: object) -> dict[str, list[str]]:
@@ -33,8 +34,8 @@ class ProtocolTest(unittest.TestCase):
         check_operations(self, PlainStore, KVStore)
 
 
-
 @needs("numpy", "numpy")
+@needs_wing("backends/numpy")
 class NumpyProtocolTest(unittest.TestCase):
     def test_the_numpy_backend_has_every_operation(self) -> None:
         from starter import numpy_backend as plain
@@ -45,12 +46,14 @@ class NumpyProtocolTest(unittest.TestCase):
 
 
 class LoadTest(unittest.TestCase):
+    @needs_wing("backends/lanes")
     def test_by_name(self) -> None:
         self.assertIsInstance(load_backend("cpu"), ReferenceBackend)
         self.assertEqual(load_backend("cpu").name, "cpu")
         self.assertEqual(load_backend("auto").name, load_backend().name)
         self.assertEqual(load_backend("auto").name, "numpy" if find_spec("numpy") else "cpu")
 
+    @needs_wing("backends/lanes")
     def test_without_numpy(self) -> None:
         """"auto" falls back; asking for it by name does not, and says how to get it."""
         with mock.patch("starter.backend.find_spec", lambda name, package=None: package):  # modules, but no packages
@@ -61,7 +64,7 @@ class LoadTest(unittest.TestCase):
     def test_a_backend_whose_module_is_not_here(self) -> None:
         """As in a student's project."""
         with mock.patch.dict("starter.backend._BACKENDS", gone=(("no_such_wing.module.Gone",), None, None)):
-            self.assertRaisesRegex(MissingWingError, "backend 'gone' needs the package starter/no_such_wing, which this",
+            self.assertRaisesRegex(MissingWingError, "backend 'gone' needs the package starter/no_such_wing, which",
                                    load_backend, "gone")
 
     def test_the_plainer_one_where_a_wing_was_deleted(self) -> None:
