@@ -151,7 +151,7 @@ class Copy:
     def check_refusals(self) -> None:
         """Whatever these packages gave is refused."""
         refused = 0
-        for wing, command in [(wing, command) for wing in self.wings for command in REFUSED[wing]]:
+        for wing, command in [(name, command) for name in self.wings for command in REFUSED[name]]:
             problem = not_refused(wing, self.run(*command))
             refused += not problem
             self.problems += [f"python3 {' '.join(command)} {problem}"] if problem else []

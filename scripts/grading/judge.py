@@ -27,7 +27,7 @@ from types import ModuleType, SimpleNamespace
 sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path(__file__).resolve().parent]
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from scripts.grading.remote import JudgeWire
+from scripts.grading.judge_wire import JudgeWire
 from scripts.grading.wire import Gone
 
 TRUSTED = ("starter.base.weights",)  # what the oracle computes with

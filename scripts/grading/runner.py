@@ -108,7 +108,7 @@ def _inside(box, teacher, ids, seed):
             raise ValueError
         return said[1:]
 
-    return box.command(box.own("inside.py")), job, accept
+    return box.command(box.own("run_in_process.py")), job, accept
 
 
 def _outside(box, teacher, ids, seed):

@@ -39,7 +39,8 @@ from time import monotonic
 
 HERE = Path(__file__).resolve().parent
 TEACHER = HERE.parent.parent
-OWN = ("confine.py", "inside.py", "worker.py", "lent.py", "wire.py", "syntax.py")  # what runs beside a submission
+# What runs beside a submission
+OWN = ("confine.py", "run_in_process.py", "worker.py", "worker_wire.py", "wire.py", "syntax.py")
 PYTHON = tuple(Path(place).resolve()
                for place in (sys.prefix, sys.base_prefix, sys.executable, Path(os.__file__).parent))
 KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "SYSTEMROOT", "WINDIR")

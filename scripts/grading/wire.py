@@ -11,7 +11,8 @@ A line of JSON a message; calls nest, so that each side may call the other while
     value      None, bool, int, float, str, bytes, and lists, tuples, dictionaries of them: copied. Lists and
                dictionaries of the worker come as ``List`` and ``Dict``, which go back as the object that they came from
     object     anything else of the worker: a ``Remote`` in the judge, whose attributes and calls are asked for when
-               they are used. A frozen dataclass brings its fields along (``remote.py``; the other side is ``lent.py``)
+               they are used (``judge_wire.py``; the worker's side is ``worker_wire.py``). A frozen dataclass brings its
+               fields along
     error      classes of exceptions exist on both sides under one name, so that ``except starter.RequestError`` works
 
 What is guaranteed: the judge never runs code of the worker, reads no pickle, and takes a number for a number only if it

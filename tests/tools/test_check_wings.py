@@ -13,7 +13,6 @@ from unittest import mock
 from scripts import check_wings
 from tests.paths import ROOT
 
-
 TESTS_THAT_PASS = "import sys; sys.stderr.write('Ran 3 tests in 1s\\n\\nOK (skipped=2)\\n')"
 
 
@@ -91,8 +90,8 @@ class VerdictTest(unittest.TestCase):
         with mock.patch.object(check_wings, "copy_without", spoilt), redirect_stdout(said), \
                 mock.patch.object(check_wings.Copy, "check", self.quick_check):
             self.assertEqual(check_wings.main(["calibration"]), 1)
-        self.assertRegex(said.getvalue(), r"FAIL  without calibration: C1, refusals \(0\)\n    C4 ends with code 1:\n[^$]*"
-                         r"No module named 'starter.calibration'")
+        self.assertIn("FAIL  without calibration: C1, refusals (0)\n    C4 ends with code 1:\n", said.getvalue())
+        self.assertIn("No module named 'starter.calibration'", said.getvalue())
         self.assertIn("int4-search ends with code 1, not 2", said.getvalue())
 
     @staticmethod

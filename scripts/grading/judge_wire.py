@@ -1,7 +1,7 @@
 """The judge's end of the wire: the submission's objects as seen from outside.
 
-Nothing here runs code that came over the wire: names and numbers do, and ``_class`` makes classes of them that hold
-nothing but what forwards.
+No code comes over the wire, only names and numbers. ``_class`` makes classes of them whose methods forward to the
+worker and do nothing else.
 """
 
 from __future__ import annotations
