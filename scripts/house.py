@@ -213,7 +213,7 @@ def files_of_a_request() -> list[str]:
             ends = [event.finish_reason for event in engine.stream("r")]
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
     if ends[-1] not in ("length", "stop"):
         raise RuntimeError(f"the request ended with {ends[-1]!r}, so this is not the way that a request takes")
     folder = ROOT / PACKAGE

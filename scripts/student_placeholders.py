@@ -35,7 +35,7 @@ class scheduler:
                                     Reasons(plan.reasons, plan.chunks, plan.decoding), plan.found)
 
         def _provide_pages(self, plan, sequence):
-            # M4: for now the pool must have enough pages. Replace this: a sequence gives its pages back and resumes later.
+            # M4: for now the pool must have enough pages. Replace this: one sequence gives its pages back, and resumes.
             try:
                 self._tables.reserve(sequence)
             except OutOfPagesError as refusal:

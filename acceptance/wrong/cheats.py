@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import Any
 
 from starter.backend import Batch, Piece, ReferenceBackend, ReferenceKVStore
 from starter.engine import Executor, InferenceEngine, Sample
@@ -41,7 +42,7 @@ def tokens_equal_to_everything(patch):
 
     def add(self, choice, step, time):
         event = TokenEvent._make(right(self, choice, step, time))
-        event = self.events[-1] = event._replace(token=Anything(event.token))
+        event = self.events[-1] = event._replace(token=Anything(event.token or 0))
         return event
 
     patch(Sample, "add", add)
@@ -141,7 +142,7 @@ def private_recompute(patch):
         shown = self.backend
         if not isinstance(store, ReferenceKVStore) or isinstance(shown, Again):
             return right(self, batch, store)
-        logits = []
+        logits: list[Any] = []
         try:
             self.backend = Listening(shown)
             right(self, batch, store)

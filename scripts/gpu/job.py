@@ -118,7 +118,7 @@ class Job:
         name, blocks = self.device_name, self.effort.blocks
 
         def on_device(case: Any) -> Any:
-            class OnDevice(case):
+            class OnDevice(case):  # type: ignore[misc]  # one of the two below
                 @classmethod
                 def setUpClass(cls) -> None:
                     super().setUpClass()

@@ -53,7 +53,9 @@ def design(folder, teacher):
 def sections(text, known=()):
     """{heading: words under it, those under its subheadings included}. Comments, "..." and known lines do not count."""
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
-    counts, open_ones, fenced = {}, [], False
+    counts: dict[str, int] = {}
+    open_ones: list[tuple[int, str]] = []
+    fenced = False
     for line in text.splitlines():
         fenced ^= line.startswith("```")
         if not fenced and (found := HEADING.match(line)):
@@ -98,15 +100,17 @@ def false_tokens(events, folder):
     header = events[0]
     if header["settings"].get("kv_quantization") or not header.get("weights"):
         return []
-    told = {}
+    told: dict[str, tuple[list[int], list[int]]] = {}
     for event in events:
         if event["event"] == "submit" and not event.get("sampling") and len(told) < 1_000:
             told[event["request"]] = (event["prompt_tokens"], [])
         elif event["event"] == "token" and event["request"] in told:
             told[event["request"]][1].append(event["token"])
     short = sorted((len(prompt) + len(tokens), name) for name, (prompt, tokens) in told.items() if tokens)[:TRIED]
+    if not short:
+        return []
     try:
-        model = load_recorded(header, folder).model if short else None
+        model = load_recorded(header, folder).model
     except EngineError as error:
         return [f"its model cannot be loaded: {error}"]
     wrong = []

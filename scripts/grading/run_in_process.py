@@ -2,8 +2,9 @@
 
 The job comes as a line of JSON on standard input. For each test a line [token, id, state, message] is printed. The
 token is drawn for this run; it is read before the submission is imported, and kept out of the environment and the
-command line, so a process that ends early cannot report a result, whatever its exit status. A malicious submission shares this
-process and could find the token, so a result from here can only cost points. Points come from ``judge.py``.
+command line, so a process that ends early cannot report a result, whatever its exit status. A malicious submission
+shares this process and could find the token, so a result from here can only cost points. Points come from
+``judge.py``.
 
 Here the tests draw their inputs from a digest that the submission can read. The judge draws from another digest, and
 neither can be computed from the other. What remains: like any engine, a submission sees the inputs of each test that

@@ -222,6 +222,7 @@ def run_lines(command, job, seconds, on_line, box, silence=None):
     watcher = Thread(target=watch, daemon=True)
     watcher.start()
     try:
+        assert process.stdin and process.stdout  # both are pipes
         with contextlib.suppress(OSError):
             process.stdin.write(json.dumps(job).encode() + b"\n")
             process.stdin.close()
@@ -235,7 +236,8 @@ def run_lines(command, job, seconds, on_line, box, silence=None):
         watcher.join()
         end_tree(process)
         process.wait()
-        process.stdout.close()
+        if process.stdout:
+            process.stdout.close()
     return stopped[0] if stopped else f"ended with status {process.returncode}"
 
 

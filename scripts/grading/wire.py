@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
+from typing import Any
 
 MOST = 64 << 20  # characters in a message
 PLAIN = (type(None), bool, int, float, str)
@@ -37,7 +39,14 @@ class Gone(Exception):
 
 
 class Wire:
-    """One end. ``serve`` answers one request; ``ask`` sends one and serves what comes before its answer."""
+    """One end. ``ask`` sends a request, and answers those that come before its answer; ``serve`` answers requests until
+    the other end has gone. An end of its own says what a value is on the wire, and what it does when it is asked."""
+
+    encode: Callable[..., Any]
+    encode_error: Callable[..., Any]
+    decode: Callable[..., Any]
+    decode_error: Callable[..., Any]
+    perform: Callable[..., Any]
 
     def __init__(self, reader, writer):
         self._reader, self._writer, self._lock = reader, writer, threading.RLock()

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 from wire import PLAIN, SPECIAL, Wire
 
@@ -43,7 +44,11 @@ class WorkerWire(Wire):
 
     def __init__(self, reader, writer):
         super().__init__(reader, writer)
-        self._held, self._counts, self._foreign, self._told, self._errors = {}, Counter(), {}, set(), {}
+        self._held: dict[int, Any] = {}
+        self._foreign: dict[int, Foreign] = {}
+        self._errors: dict[str, Any] = {}
+        self._told: set[type] = set()
+        self._counts: Counter[int] = Counter()
 
     def answer(self, request):
         """A request starts with the numbers of objects that the judge no longer uses."""
@@ -121,7 +126,7 @@ class WorkerWire(Wire):
 
     def _encode_object(self, value, kind):
         data = {"o": self._hold(value), "c": id(kind)}
-        frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen
+        frozen = is_dataclass(kind) and vars(kind)["__dataclass_params__"].frozen
         if kind not in self._told:  # classes are kept, so their ids are theirs alone
             self._told.add(kind)
             methods = [] if isinstance(value, (type, ModuleType)) else [
@@ -178,7 +183,7 @@ class WorkerWire(Wire):
     def decode_error(self, data):
         if data["r"] in self._held:
             return self._held[data["r"]]
-        kind = self._errors.get(data["name"]) or getattr(builtins, data["name"], RuntimeError)
+        kind: Any = self._errors.get(data["name"]) or getattr(builtins, data["name"], RuntimeError)
         try:
             return kind(data["text"])
         except Exception:
