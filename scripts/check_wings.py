@@ -26,7 +26,9 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import venv
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -98,14 +100,25 @@ def spine_tests(root: Path) -> list[str]:
     return [".".join(path.relative_to(root).with_suffix("").parts) for path in paths]
 
 
+def make_python(folder: Path) -> Path:
+    """A Python with the packages of this one, but without this project, even where it is installed in editable form:
+    what such an installation finds in place of a deleted wing would be the wing."""
+    venv.create(folder, with_pip=False)
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python3")
+    tell = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    place = subprocess.run(tell, capture_output=True, text=True, check=True).stdout.strip()
+    Path(place, "packages.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    return python
+
+
 # ----------------------------------------------------------------------------------------------------- in one copy
 
 
 class Copy:
     """A copy without some wings, the checks that it has passed, and what is wrong with it."""
 
-    def __init__(self, wings: Sequence[str], folder: Path) -> None:
-        self.wings, self.root = wings, folder / "project"
+    def __init__(self, wings: Sequence[str], folder: Path, python: Path = Path(sys.executable)) -> None:
+        self.wings, self.root, self.python = wings, folder / "project", python
         self.passed: list[str] = []
         self.problems: list[str] = []
 
@@ -117,7 +130,7 @@ class Copy:
         """A Python command in the copy, which must not see the complete project."""
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and name[:4] != "P07_"}
         kept.pop("PYTHONDONTWRITEBYTECODE", None)  # a copy's own cache makes its many short programs start faster
-        return subprocess.run([sys.executable, *command], cwd=self.root, capture_output=True, encoding="utf-8",
+        return subprocess.run([str(self.python), *command], cwd=self.root, capture_output=True, encoding="utf-8",
                               errors="replace", check=False,
                               env={**kept, "PYTHONUTF8": "1", "PYTHONPYCACHEPREFIX": str(self.root.parent / "cache"),
                                    **environment})
@@ -174,10 +187,10 @@ def not_refused(wing: str, done: subprocess.CompletedProcess[str]) -> str:
 
 
 @contextmanager
-def a_copy(wings: Sequence[str]) -> Iterator[Copy]:
+def a_copy(wings: Sequence[str], python: Path = Path(sys.executable)) -> Iterator[Copy]:
     """A copy of the project without these packages, for a while."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        copy = Copy(wings, Path(folder))
+        copy = Copy(wings, Path(folder), python)
         copy_without(wings, copy.root)
         yield copy
 
@@ -186,18 +199,19 @@ def check_wings(wings: Sequence[str], all_at_once: bool, jobs: int) -> Iterator[
     """Each of these packages deleted on its own and, first since it takes longest, all wings at once if that is
     asked for."""
     every_wing = [wing for wing in find_wings(ROOT) if "/" not in wing]
-    with a_copy(every_wing) as bare:
-        every_test, some_tests = spine_tests(bare.root), bare.skipped_tests()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ThreadPoolExecutor(jobs) as pool:
+        python = make_python(Path(folder))
+        with a_copy(every_wing, python) as bare:
+            every_test, some_tests = spine_tests(bare.root), bare.skipped_tests()
 
-    def check(wings: Sequence[str], tests: Sequence[str]) -> Copy:
-        with a_copy(wings) as copy:
-            copy.check(tests)
-        return copy
+        def check(task: tuple[Sequence[str], Sequence[str]]) -> Copy:
+            wings, tests = task
+            with a_copy(wings, python) as copy:
+                copy.check(tests)
+            return copy
 
-    tasks = [(every_wing, every_test)] if all_at_once else []
-    tasks += [([wing], some_tests) for wing in wings]
-    with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(lambda task: check(*task), tasks)
+        tasks = [(every_wing, every_test)] if all_at_once else []
+        yield from pool.map(check, [*tasks, *(([wing], some_tests) for wing in wings)])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import unittest
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -51,6 +52,14 @@ class WingsTest(unittest.TestCase):
         names = check_wings.spine_tests(ROOT)
         self.assertLessEqual({"tests.test_engine", "tests.base.test_wings"}, set(names))
         self.assertFalse([name for name in names if ".tools." in name or ".observe." in name])
+
+
+    def test_an_interpreter_that_does_not_have_this_project(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            python = check_wings.make_python(Path(folder))
+            code = "from importlib.util import find_spec; print(*map(bool, map(find_spec, ('starter', 'numpy'))))"
+            said = subprocess.run([python, "-c", code], cwd=folder, capture_output=True, text=True, check=True).stdout
+        self.assertEqual(said.split(), ["False", str(bool(find_spec("numpy")))])
 
 
 class VerdictTest(unittest.TestCase):
