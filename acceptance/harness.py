@@ -69,7 +69,8 @@ def _explained(test):
         except SkipPart as part:
             return self.skipTest(str(part))
         except AssertionError as failure:
-            error, what = failure, str(failure)
+            error: BaseException = failure
+            what = str(failure)
         except KeyboardInterrupt as interrupt:
             if not self.hung:
                 raise

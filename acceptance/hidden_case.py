@@ -52,7 +52,7 @@ def _numbered(name, test):
     def play(self):
         return test(self, plain(test.draw(self.rng)))  # setUp seeds rng as document() does
 
-    play.kind = name.removeprefix("test_")
+    vars(play)["kind"] = name.removeprefix("test_")
     return play
 
 

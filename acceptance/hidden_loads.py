@@ -6,6 +6,7 @@ from functools import partial
 
 from hidden_case import Hidden, drawn, load, model, settings, tokens
 from m3_continuous_batching import Desk, M3ContinuousBatching
+from oracle import Cache
 
 import starter
 
@@ -243,8 +244,9 @@ class HiddenLoads(Hidden):
         run = self.make(scenario)
         names = [run.submit(prompt, most, sampling=starter.SamplingParams(**how))
                  for prompt, most, how in scenario["asked"]]
-        greedy = [run.submit(scenario["asked"][0][0], 6, sampling=starter.SamplingParams(**how)) for how in (
-            {"temperature": 1e-9}, {"temperature": 2.0, "top_k": 1}, {"temperature": 1.0, "top_p": 1e-9})]
+        greedy = [run.submit(scenario["asked"][0][0], 6, sampling=how) for how in (
+            starter.SamplingParams(temperature=1e-9), starter.SamplingParams(temperature=2.0, top_k=1),
+            starter.SamplingParams(temperature=1.0, top_p=1e-9))]
         outputs = run.finish()
         self.same([outputs[name] for name in names], alone, "give every request a generator of its own")
         self.same([outputs[name] for name in greedy], [run.oracle.tokens(scenario["asked"][0][0], 6)] * 3,
@@ -286,7 +288,7 @@ class HiddenLoads(Hidden):
 
 def within(oracle, prompt, made, top_k):
     """Is each token among the likeliest ``top_k`` after those before it?"""
-    cache = [([], []) for _ in range(oracle.config.layers)]
+    cache: Cache = [([], []) for _ in range(oracle.config.layers)]
     for position, token in enumerate([*prompt, *made[:-1]]):
         logits = oracle._forward(token, position, cache)
         if position >= len(prompt) - 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from random import Random
+from typing import Any
 
 from harness import SkipPart, tiny_scenario
 from hidden_case import Hidden, drawn, load, model, moves_of, tokens
@@ -79,7 +80,7 @@ def families(rng):
         cut = rng.choice([len(whole), len(whole), len(whole) - size, len(whole) - 1])
         return whole[:cut] + rng.choice([[], [], tokens(rng, made, 1), tokens(rng, made, rng.randint(2, 2 * size))])
 
-    moves = []
+    moves: list[list[Any]] = []
     for _ in range(3):
         moves += [["submit", f"r{len(moves) + i}", relative(), rng.randint(2, 7), {}] for i in range(4)] + [["drain"]]
         for _ in range(2):
@@ -111,7 +112,7 @@ class HiddenMemory(Hidden):
     def ready(self):
         """Two requests that need three pages each end in a pool of three, and requests are batched; nothing in this
         milestone counts before."""
-        M3ContinuousBatching.ready(self)
+        M3ContinuousBatching.ready(self)  # type: ignore[arg-type]  # it uses nothing but what every case has
         scenario = tiny_scenario(Random(0), layers=1)
         with starter.InferenceEngine.from_scenario(scenario, page_size=4, num_pages=3, max_running=2) as engine:
             for name in [engine.submit([1, 2], 8) for _ in "ab"]:
@@ -193,7 +194,8 @@ class HiddenMemory(Hidden):
     @drawn("V1", "M4", salts)
     def test_salts(self, scenario):
         """V1: requests with different cache_salt share nothing; with the same one they do."""
-        run, seen = self.sharing(lambda: self.make(scenario)), set()
+        run = self.sharing(lambda: self.make(scenario))
+        seen: set[str | None] = set()
         for salt in scenario["salts"]:
             before = run.engine.kv.stats().hits
             run.submit(scenario["prompt"], 3, cache_salt=salt)

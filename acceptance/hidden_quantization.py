@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from typing import Any
 
 from harness import SkipPart
 from hidden_case import Hidden, drawn, model, tokens
@@ -30,7 +32,7 @@ def matrix(rng, natures, rows, columns, group_size):
     """Numbers, group by group, each group of another nature."""
     made, pick = [], list(natures)
     for _ in range(rows):
-        row = []
+        row: list[float] = []
         while len(row) < columns:
             nature, size = NATURES[rng.choice(pick)], 10 ** rng.uniform(-3, 3)
             row += [nature(rng.uniform(-1, 1), size, i) for i in range(group_size or columns)]
@@ -98,7 +100,7 @@ def in_format(how):
 
 
 class HiddenQuantization(Hidden):
-    check_error = M5Quantization.check_error
+    check_error: Callable[..., None] = M5Quantization.check_error
 
     @drawn("B12", "M5", strange_groups, times=3)
     def test_strange_groups(self, scenario):
@@ -158,7 +160,7 @@ class HiddenQuantization(Hidden):
             self.that(abs(got - wanted) <= 1e-9 * max(1, wanted), f"error().{name} is {got}, recomputed {wanted}",
                       "measure, do not guess")
 
-        document = q.to_dict()
+        document: Any = q.to_dict()
         index = r * columns + c
         place = 2 * index + 1 if how.bits == 8 else index + 1 - 2 * (index % 2)  # the low nibble is the second digit
         digits = list(document["packed"])

@@ -108,8 +108,8 @@ class HiddenRequests(Hidden):
                 few = min(request.max_tokens, scenario["most"])
                 name = engine.submit(request.prompt_tokens, few, request_id=request.request_id)
                 tokens = [event.token for event in engine.stream(name) if event.token is not None]
-                self.same(*oracle.comparable(tokens, request.prompt_tokens, few),
-                          "an engine computes; it does not look tokens up by prompt or by request id")
+                got, right = oracle.comparable(tokens, request.prompt_tokens, few)
+                self.same(got, right, "an engine computes; it does not look tokens up by prompt or by request id")
 
     @drawn("V1", "M1", two_models)
     def test_two_models(self, scenario):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import count
+from typing import Any
 
 from m4_paged_kv import NO_ROOM
 
@@ -45,7 +46,8 @@ class Tables:
         self.kv = starter.KVCacheManager(num_pages=self.total, page_size=self.size, width=WIDTH)
         self.other = starter.KVCacheManager(num_pages=10 * len(scenario["operations"]), page_size=self.size,
                                             width=WIDTH)
-        self.live, self.released, self.counts = [], [], Counter()
+        self.live, self.released = [], []
+        self.counts: Counter[str] = Counter()
 
     def play(self):
         number = len(self.scenario["operations"])
@@ -90,7 +92,12 @@ class Tables:
         fresh = place == len(table.pages)
         shared = not fresh and sum(table.pages[place] in other.pages for other in self.live) > 1
         before = len(table.stored)
-        self.needs(fresh or shared, lambda: self.kv.append(table.handle, *[list(part) for part in numbers]) or True)
+
+        def call():
+            self.kv.append(table.handle, *[list(part) for part in numbers])
+            return True
+
+        self.needs(fresh or shared, call)
         if self.kv.length(table.handle) > before:
             table.pages[place:place + 1] = [object()] if fresh or shared else table.pages[place:place + 1]
             table.stored.append(numbers)
@@ -111,7 +118,7 @@ class Tables:
 
     def misuse(self, table, more):
         kind, (key, value), number = more
-        old = self.released[-1].handle if self.released else None
+        old: Any = self.released[-1].handle if self.released else None
         length, kv, stale = len(table.stored), self.kv, starter.StaleHandleError
         error, call = {
             "released twice": (stale, lambda: kv.release(old)),
@@ -135,7 +142,7 @@ class Tables:
         kv.check()
         self.counts["peak_pages"] = max(self.counts["peak_pages"], len(used))
         case.same(kv.free_pages, self.total - len(used), "free + used pages = all pages, a shared page used once")
-        filled = Counter()
+        filled: Counter[Any] = Counter()
         for table in self.live:
             pages = kv.pages(table.handle)
             case.same((kv.length(table.handle), len(pages)), (len(table.stored), len(table.pages)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from harness import PATIENCE, Case, Meter, tiny_scenario
 from observed import Run
@@ -154,8 +155,9 @@ class M2KVCache(Case):
 
     def test_cache_changes_no_token(self):
         """V6: tokens with the cache equal tokens without it, in any chunking of the prompt."""
-        for settings in ({"use_cache": False}, *({"budget_tokens": budget} for budget in (1, 2, 3, 7, 64))):
-            self.case = settings
+        ways: list[dict[str, Any]] = [{"use_cache": False}, *({"budget_tokens": n} for n in (1, 2, 3, 7, 64))]
+        for settings in ways:
+            self.case = str(settings)
             run = Run(self, **settings)
             run.submit(run.prompt(15), 8)
             run.submit(run.prompt(1), 8)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from harness import PATIENCE, Case
 from observed import Run
 
@@ -74,8 +77,9 @@ class M3ContinuousBatching(Case):
         desk.submit("r", 5, 3)
         for budget in (0, 2, 0, 2, 0):
             self.same(bool(desk.step(budget)), budget > 0, f"budget {budget}")
-        for budget in (-1, 1.5, True, None, "4"):
-            self.refuses(starter.RequestError, lambda budget=budget: desk.scheduler.step(budget), f"budget {budget!r}")
+        wrong: tuple[Any, ...] = (-1, 1.5, True, None, "4")
+        for no_budget in wrong:
+            self.refuses(starter.RequestError, partial(desk.scheduler.step, no_budget), f"budget {no_budget!r}")
         desk.drain()
 
     def test_first_come_first_served(self):

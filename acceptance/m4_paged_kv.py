@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from harness import Case, SkipPart, tiny_scenario
 from m2_kv_cache import cache, numbers
@@ -87,8 +88,7 @@ class M4PagedKV(Case):
             before, counters = snapshot(kv, [full, child, rest]), kv.stats()
             calls = [lambda kv=kv: kv.allocate("late", 5), lambda kv=kv: kv.allocate("huge", 21)]  # one page is not two
             if pages == 4:
-                calls += [lambda kv=kv, handle=handle: kv.append(handle, numbers(self.rng), numbers(self.rng))
-                          for handle in (rest, child)]
+                calls += [partial(fill, self, kv, handle, 1) for handle in (rest, child)]
             for call in calls:
                 self.refuses(NO_ROOM, call, "too few pages are free")
                 self.same(snapshot(kv, [full, child, rest]), before, "all or nothing: take back what was taken")
@@ -121,7 +121,8 @@ class M4PagedKV(Case):
     def test_random_operations(self):
         """M4, B16: after any sequence of operations pages are conserved and every handle reads back its own numbers."""
         for size in (1, 3, 4):
-            kv, shadow, names = cache(12, size), {}, 0
+            kv, names = cache(12, size), 0
+            shadow: dict[Any, Any] = {}
             for _ in range(250):
                 live = list(shadow)
                 action = self.rng.choice(["allocate", "append", "append", "append", "fork", "release"])

@@ -276,7 +276,7 @@ class M5Quantization(Case):
             except starter.EngineError as error:
                 raise SkipPart(f"optional: {error}") from None
             events = list(run.engine.stream(name))
-            firsts.append(events[0].logprob)
+            firsts.append(events[0].logprob or 0.0)
             tokens.append([event.token for event in events])
             peaks.append(run.engine.kv.stats().peak_bytes)
         self.that(peaks[1] < 0.6 * peaks[0], f"peak bytes {peaks[0]} without, {peaks[1]} with kv_quantization",

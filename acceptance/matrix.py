@@ -92,7 +92,7 @@ def broken_promises(variant, failed):
 
 def _listed(failed, meant, most=10**6):
     """Failing tests, milestone by milestone; beyond ``most``, how many there are beside those meant."""
-    names = {}
+    names: dict[str, list[str]] = {}
     for test in failed:
         case, name = test.split(".")
         name = name.removeprefix("test_")

@@ -10,28 +10,31 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-from harness import PATIENCE, TIMELINES, TOLERANCE, Clock, Meter, starter, tiny_scenario
+from harness import PATIENCE, TIMELINES, TOLERANCE, Clock, Meter, tiny_scenario
 from oracle import Oracle
 from stored import hint
+
+import starter
 
 
 @dataclass
 class Life:
     """One request from submit to its terminal event, as the harness saw it."""
 
-    prompt: list
+    prompt: list[int]
     max_tokens: int
-    stop: tuple
+    stop: tuple[int, ...]
     greedy: bool
     submitted: float
     computed: int = 0  # positions in the cache
     settled: bool = False  # it was given a chunk since it was admitted, or admitted again after a preemption
-    token_times: list = field(default_factory=list)  # of the steps whose chunk yielded a token
+    token_times: list[float] = field(default_factory=list)  # of the steps whose chunk yielded a token
     cancelled: bool = False
-    pages: list = field(default_factory=list)  # of the positions in the cache, in their order
-    changes: list = field(default_factory=list)  # of what is stored in them (stored.py)
-    events: list = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)  # of the positions in the cache, in their order
+    changes: list[Any] = field(default_factory=list)  # of what is stored in them (stored.py)
+    events: list[Any] = field(default_factory=list)
 
     @property
     def known(self):
@@ -53,7 +56,8 @@ class Run:
         self.case = case
         self.scenario = scenario or tiny_scenario(case.rng)
         self.weights_seed = case.rng.randrange(2**31) if weights_seed is None else weights_seed
-        self.clock, self.meter = Clock(), meter or Meter()
+        self.clock = Clock()
+        self.meter: Any = meter or Meter()  # a backend, by what it can do
         self.settings = {"page_size": 4, "num_pages": 64, "budget_tokens": 16, "max_running": 4, "quantization": None,
                          "kv_quantization": None, "prefix_sharing": False, **settings}
         self.engine = starter.InferenceEngine.from_scenario(
@@ -71,7 +75,7 @@ class Run:
 
     def _keep_timeline(self):
         """In a file of its own, numbered in the order in which a test made its engines."""
-        folder = Path(TIMELINES)
+        folder = Path(TIMELINES or "")
         folder.mkdir(parents=True, exist_ok=True)
         name = self.case.id().rpartition(".")[2]
         number = next(n for n in count(1) if not (folder / f"{name}-{n}.jsonl").exists())

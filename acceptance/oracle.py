@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from heapq import nlargest
 from math import exp, fsum, log, sqrt
 from operator import mul
+from typing import Any
 
+Cache = list[tuple[list[Any], list[Any]]]  # of each layer: keys and values, a row for each position
 CLEAR = 0.03  # by which a logit must lead, for engines that round (numbers in 14 bits, say) to find the same token
 
 
@@ -54,7 +56,8 @@ class Oracle:
         ``changes`` (``stored.py``) are made to the cache, which is a pair of lists for each layer, keys and values,
         with a row for each position; each at its moment, when so many positions are in it.
         """
-        steps, cache = [], [([], []) for _ in range(self.config.layers)]  # a layer's keys and values, a token each
+        steps = []
+        cache: Cache = [([], []) for _ in range(self.config.layers)]  # a layer's keys and values, a token each
         tokens = list(prompt)
         for position in range(len(prompt) + max_tokens - 1):
             for change in changes:

@@ -16,6 +16,7 @@ import sys
 import unittest
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -57,7 +58,7 @@ class NotHere(unittest.TestCase):
 class Machine(unittest.TestCase):
     """What the machine must have. ``machine`` may be set to another than this one."""
 
-    machine = None
+    machine: Any = None
 
     def needs(self, name):
         from scripts.gpu.machine import NEEDS, look
@@ -91,7 +92,9 @@ class Machine(unittest.TestCase):
 class Run(unittest.TestCase):
     """The job. Its parts are independent: one that fails leaves the others their turn, and all stand in the record."""
 
-    effort = None
+    effort: Any = None
+    folder: Path
+    job: Any
 
     @classmethod
     def setUpClass(cls):

@@ -41,6 +41,7 @@ from starter.model import Model, scenario_weights
 from starter.schema import load_scenario
 
 PAGE, SEEN = 16, 64  # tokens of a page; tokens that a mean and a fixed grid come from
+Logits = Sequence[Sequence[float]]
 Format = Callable[[Rows], Rows]  # numbers of one head, token after token -> the same, rounded
 
 WEIGHTS = {  # backend, quantization, calibrated
@@ -160,7 +161,7 @@ class Measurement:
         store = RoundingStore(self.config, self.tokens, *PAGES[name])
         return self._row(name, [self._logits(self.reference, text, store) for text in self.texts], None)
 
-    def _row(self, name: str, logits: list[Rows], agree: int | None) -> Row:
+    def _row(self, name: str, logits: list[Logits], agree: int | None) -> Row:
         changes, flips, loss = [], 0, []
         for rows, exact_rows, text in zip(logits, self._exact, self.texts):
             for row, known, target in zip(rows, exact_rows, text[1:]):
@@ -169,7 +170,7 @@ class Measurement:
                 loss.append(surprise(row, target) - surprise(known, target))
         return Row(name, fsum(changes) / len(changes), max(changes), flips, len(loss), fsum(loss) / len(loss), agree)
 
-    def _logits(self, model: Model, text: Sequence[int], store: ReferenceKVStore | None = None) -> Rows:
+    def _logits(self, model: Model, text: Sequence[int], store: ReferenceKVStore | None = None) -> Logits:
         """After every token but the last."""
         batch = Batch.of([Piece(text[:-1], 0, (0,), wants_logits=False)], self.tokens)
         batch.logit_rows = list(range(len(text) - 1))
@@ -183,7 +184,7 @@ class Measurement:
     def _continued(self, model: Model) -> list[int]:
         return self._generated(model, lambda row: row.index(max(row)))
 
-    def _generated(self, model: Model, choose: Callable[[list[float]], int]) -> list[int]:
+    def _generated(self, model: Model, choose: Callable[[Sequence[float]], int]) -> list[int]:
         store = model.new_store(1, self.tokens)
         text = [self.config.bos_token or 0]
         while len(text) < self.tokens:

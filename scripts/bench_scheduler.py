@@ -22,6 +22,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -109,7 +110,8 @@ def main() -> int:
     peer = find_spec("nanovllm") is not None
     peer_name = f"nano-vllm-fork {version('nano-vllm-fork')}" if peer else "not installed: pip install --no-deps " \
         "nano-vllm-fork xxhash numpy"
-    console, rows = Console(sys.stderr), []
+    console = Console(sys.stderr)
+    rows: list[dict[str, Any]] = []
     for running, waiting in ((64, 0), (512, 0), (4096, 0), (512, 100_000)):
         for hashing in (False, True):
             with console.working(f"{running} running, {waiting} waiting, prefix hashing {'on' if hashing else 'off'}"):

@@ -28,7 +28,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -230,6 +230,10 @@ def problems_of(document: Path, progress: Callable[[str], None]) -> list[str]:
     return [f"{document.name}: {problem}" for problem in found]
 
 
+def _show(progress: Callable[[str], None], name: str, command: str) -> None:
+    progress(f"{name}: {command}")
+
+
 def main() -> int:
     """Print every problem; exit code 1 if there is one."""
     os.chdir(ROOT)
@@ -237,7 +241,7 @@ def main() -> int:
     problems = []
     for document in documents:
         with Console(sys.stderr).working(f"{document.name} ...") as progress:
-            problems += problems_of(document, lambda command, name=document.name: progress(f"{name}: {command}"))
+            problems += problems_of(document, partial(_show, progress, document.name))
     print("\n".join([*problems, f"{len(documents)} documents, {len(problems)} problems"]))
     return bool(problems)
 

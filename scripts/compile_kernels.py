@@ -19,16 +19,19 @@ import json
 import struct
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 REGISTERS, FRAME = 0x2F, 0x11  # attributes in .nv.info: for a symbol, a number
 BLOCK = 128
+Section = tuple[str, int, int]  # its name, offset and size
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, default=89, help="compute capability without its dot (89)")
     parser.add_argument("--block", type=int, default=BLOCK, help="threads of a block")
@@ -45,15 +48,15 @@ def main(arguments=None):
     return 0
 
 
-def compile_kernels(arch, block, folder):
+def compile_kernels(arch: int, block: int, folder: Path) -> dict[str, Any]:
     """PTX and cubin of all kernels in ``folder``, with kernels.json beside them; returns what that says."""
     import warp as wp
 
     from starter.backends.cuda import int8_kernels as warp_int8_kernels
     from starter.backends.cuda import kernels as warp_kernels
     folder.mkdir(parents=True, exist_ok=True)
-    record = {"arch": f"sm_{arch}", "block": block, "warp": wp.config.version, "ptx_bytes": 0, "cubin_bytes": 0,
-              "kernels": []}
+    record: dict[str, Any] = {"arch": f"sm_{arch}", "block": block, "warp": wp.config.version, "ptx_bytes": 0,
+                              "cubin_bytes": 0, "kernels": []}
     for module in (warp_kernels, warp_int8_kernels):
         wp.set_module_options({"block_dim": block}, module=module)
         ptx, cubin = (wp.compile_aot_module(module, arch=arch, module_dir=folder, use_ptx=use_ptx)[0]
@@ -65,12 +68,13 @@ def compile_kernels(arch, block, folder):
     return record
 
 
-def usage(cubin):
+def usage(cubin: bytes) -> list[dict[str, Any]]:
     """Registers, stack and shared bytes of every kernel in a cubin, an ELF file of 64 bits."""
     sections = _sections(cubin)
     symbols = _symbols(cubin, sections)
-    found = {}
-    for attribute, number, value in _attributes(*next(s[1:] for s in sections if s[0] == ".nv.info"), cubin):
+    found: dict[str, dict[int, int]] = {}
+    offset, size = next((offset, size) for name, offset, size in sections if name == ".nv.info")
+    for attribute, number, value in _attributes(offset, size, cubin):
         found.setdefault(symbols[number], {})[attribute] = value
     shared = {name.removeprefix(".nv.shared."): size for name, _, size in sections if name.startswith(".nv.shared.")}
     return [{"name": name.removesuffix("_cuda_kernel_forward"), "registers": numbers[REGISTERS],
@@ -78,7 +82,7 @@ def usage(cubin):
             for name, numbers in sorted(found.items()) if REGISTERS in numbers]
 
 
-def _sections(cubin):
+def _sections(cubin: bytes) -> list[Section]:
     """(name, offset, size) of each section."""
     if cubin[:5] != b"\x7fELF\x02":
         raise SystemExit("error: the compiled kernels are no ELF file of 64 bits")
@@ -88,14 +92,14 @@ def _sections(cubin):
     return [(_text(cubin, headers[names][4] + name), offset, length) for name, _, _, _, offset, length in headers]
 
 
-def _symbols(cubin, sections):
+def _symbols(cubin: bytes, sections: Sequence[Section]) -> list[str]:
     """Names by number."""
     places = {name: (offset, size) for name, offset, size in sections}
     (start, size), (names, _) = places[".symtab"], places[".strtab"]
     return [_text(cubin, names + struct.unpack_from("<I", cubin, place)[0]) for place in range(start, start + size, 24)]
 
 
-def _attributes(offset, size, cubin):
+def _attributes(offset: int, size: int, cubin: bytes) -> Iterator[tuple[int, int, int]]:
     """(attribute, number of the symbol, value) of a section of attributes, as far as they are of this form."""
     end = offset + size
     while offset < end:
@@ -105,7 +109,7 @@ def _attributes(offset, size, cubin):
         offset += 4 + (length if form == 4 else 0)
 
 
-def _text(data, offset):
+def _text(data: bytes, offset: int) -> str:
     return data[offset:data.index(b"\0", offset)].decode("ascii")
 
 

@@ -47,7 +47,7 @@ def read_source(path: Path) -> Source:
         events = read_timeline(path)
         source = Source(path, "timeline", dict(_of_timeline(events)), events)
     else:
-        document = read_json(path)
+        document: Any = read_json(path)
         try:
             kind, figures_of = (("quantization", _of_quantization) if "rows" in document else
                                 ("tables", _of_tables) if "tables" in document else ("bench", _of_bench))

@@ -4,11 +4,12 @@
     python3 scripts/fuzz.py --first 1234 --seeds 1 --operations 100  replays seed 1234
 
 A seed draws the settings (pages of floats or of int8, budget, policy, batching, preemption, prefix sharing, host
-pages), faults (see ``starter/workloads/faults.py``), and operations: submit good and bad requests, step, cancel, read events, and
-what an outside holder of pages may do. Every tenth seed runs the engine's own thread under several readers instead.
-After every operation the pages must be conserved; at the end every stream must hold what its request yields alone on a
-fresh engine (a prefix of it, if it was cancelled or hit), with one last event a sample, every page must be free and
-nothing kept besides it. Nobody ends with an error but those that a fault, a memory cut or an outside holder has hit.
+pages), faults (see ``starter/workloads/faults.py``), and operations: submit good and bad requests, step, cancel, read
+events, and what an outside holder of pages may do. Every tenth seed runs the engine's own thread under several readers
+instead. After every operation the pages must be conserved; at the end every stream must hold what its request yields
+alone on a fresh engine (a prefix of it, if it was cancelled or hit), with one last event a sample, every page must be
+free and nothing kept besides it. Nobody ends with an error but those that a fault, a memory cut or an outside holder
+has hit.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -45,7 +46,7 @@ from starter.base.console import EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_OK, guarded,
 from starter.errors import RequestError
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("submissions", nargs="*", type=Path, metavar="SUBMISSION", help="a folder or a zip file")
     parser.add_argument("--seed", metavar="SECRET", help="what tests are drawn from; - reads it from standard input")
@@ -77,13 +78,13 @@ def main(arguments=None):
     return guarded(lambda: grade(options, seed))
 
 
-def grade(options, seed):
+def grade(options: argparse.Namespace, seed: str) -> int:
     """Grade all, write each as soon as it is done, then what is seen in them together."""
     submissions, only = expanded(options.submissions), known(options.tests)
     options.out.mkdir(parents=True, exist_ok=True)
     limits = Limits(all=options.time, memory=options.memory << 20)
 
-    def done(one):
+    def done(one: Grade) -> None:
         results.write(one, options.out / one.name)
         came_to = one.problem or f"{one.automatic:g} of {one.automatic_most:g} automatic points"
         print(results.one_line(f"{one.name}: {came_to}"), flush=True)
@@ -102,9 +103,9 @@ def grade(options, seed):
     return EXIT_DIFFERS if any(one.problem for one in found.grades) else EXIT_OK
 
 
-def expanded(paths):
+def expanded(paths: Iterable[Path]) -> list[Path]:
     """The submissions. The shell of Windows leaves * and ? to the program."""
-    found = []
+    found: list[Path] = []
     for path in paths:
         if path.exists() or not set("*?") & set(str(path)):
             found.append(path)
@@ -115,7 +116,7 @@ def expanded(paths):
     return found
 
 
-def known(parts):
+def known(parts: Sequence[str]) -> tuple[str, ...]:
     """Parts of names of tests, if there are tests with each of them."""
     tests = [test for kind in all_tests(ROOT) for test in kind] if parts else []
     for part in parts:
@@ -126,13 +127,14 @@ def known(parts):
     return tuple(parts)
 
 
-def merge(folder):
+def merge(folder: Path) -> int:
     """Let every filled-in form below a folder join its result. Every submission keeps its row in the class's table."""
     grades = {path.parent: graded(path) for path in sorted(folder.rglob("result.json"))}
     forms = [place for place in grades if (place / "marker.json").is_file()]
     if not forms:
         raise RequestError(f"there is no marker.json below {folder}: grade first")
-    still_open, problems, merged = [], 0, 0
+    still_open: list[str] = []
+    problems = merged = 0
     for place in forms:
         one, path = grades[place], place / "marker.json"
         try:
@@ -156,7 +158,7 @@ def merge(folder):
     return EXIT_BAD_INPUT if problems or (still_open and not merged) else EXIT_OK
 
 
-def graded(path):
+def graded(path: Path) -> Grade:
     """A result as it was written."""
     try:
         return Grade.from_dict(json.loads(path.read_text(encoding="utf-8")))
@@ -164,7 +166,7 @@ def graded(path):
         raise RequestError(f"{path} is no result of this program ({error}): grade that submission again") from None
 
 
-def build(out, seed):
+def build(out: Path, seed: str) -> int:
     """The autograder for Gradescope."""
     number = gradescope.build(out, ROOT, seed)
     print(f"{out}: {number} files; upload it as the assignment's autograder. It holds the seed: keep it to yourself.")

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -93,12 +94,12 @@ NOT_MEANT = {  # mistakes that no hidden test looks for, and why
 }
 
 
-def meant():
+def meant() -> dict[str, str]:
     """{mistake: hidden test}."""
     return {mistake: test for test, mistakes in MEANT.items() for mistake in mistakes.split()}
 
 
-def ids_of(test):
+def ids_of(test: str) -> list[str]:
     """Ids of all draws of a hidden test; of all tests if it is "all"."""
     from hidden import listed
     return [test_id for test_id in listed() if test == "all" or test_id.rpartition("_")[0] == test]
@@ -107,7 +108,7 @@ def ids_of(test):
 # ----------------------------------------------------------------------------------------------- one variant
 
 
-def worker(variant, test, first, last, stop):
+def worker(variant: str, test: str, first: int, last: int, stop: str) -> None:
     """In a process of its own: print a line of JSON a seed, [seed, {test: message} of what failed]."""
     import harness
     from hidden import digest
@@ -126,9 +127,9 @@ def worker(variant, test, first, last, stop):
         print(json.dumps([seed, failed]), file=sys.__stdout__, flush=True)
 
 
-def run(variant, test, seeds, stop=True):
+def run(variant: str, test: str, seeds: int, stop: bool = True) -> dict[int, dict[str, str]]:
     """{seed: {test: message}}; a process that ends before its line was printed has failed that seed."""
-    found = {}
+    found: dict[int, dict[str, str]] = {}
     while len(found) < seeds:
         done = subprocess.run([sys.executable, __file__, "--worker", variant, test, str(len(found)), str(seeds),
                                "stop" * stop], capture_output=True, encoding="utf-8", check=False)
@@ -145,10 +146,11 @@ def run(variant, test, seeds, stop=True):
 # ------------------------------------------------------------------------------------------------- the table
 
 
-def main():
+def main() -> int:
     if sys.argv[1:2] == ["--worker"]:
         variant, test, first, last, stop = sys.argv[2:]
-        return worker(variant, test, int(first), int(last), stop)
+        worker(variant, test, int(first), int(last), stop)
+        return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help='mistakes, right engines, or "complete"')
     parser.add_argument("--seeds", type=int, default=10, metavar="N")
@@ -188,10 +190,10 @@ def main():
     print(f"{len(caught)} engines; not as they should: {', '.join(problems) or 'none'}")
     if options.write:
         DOCUMENT.write_text(document(seeds, began, caught, wanted), encoding="utf-8", newline="\n")
-    return bool(problems)
+    return int(bool(problems))
 
 
-def document(seeds, date, caught, wanted):
+def document(seeds: Mapping[str, int], date: str, caught: Mapping[str, int], wanted: Mapping[str, str]) -> str:
     """docs/hidden.md, by mistake or right engine: how many seeds there were, and how many of them failed."""
     from acceptance.wrong.mistake import DIFFERENT
     right = ["complete", *DIFFERENT]

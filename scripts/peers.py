@@ -38,7 +38,7 @@ class Transformers:
             max_position_embeddings=config.max_context, rms_norm_eps=config.norm_eps,
             rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
             tie_word_embeddings=config.tied_output, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-            attn_implementation=attention)).float().eval()
+            attn_implementation=attention)).float().eval()  # type: ignore[call-arg,unused-ignore]
         state = {}
         for name, tensor in weights.items():
             values = torch.frombuffer(tensor.values, dtype=torch.float32).reshape(tensor.shape)
@@ -53,7 +53,8 @@ class Transformers:
     def logits(self, tokens: Sequence[int]) -> list[list[float]]:
         """After every position."""
         with self.torch.no_grad():
-            return self.model(self.torch.tensor([list(tokens)]), use_cache=False).logits[0].tolist()
+            rows: list[list[float]] = self.model(self.torch.tensor([list(tokens)]), use_cache=False).logits[0].tolist()
+        return rows
 
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         tokens = list(prompt)
@@ -70,7 +71,8 @@ class Transformers:
         with self.torch.inference_mode():
             tokens = self.model.generate(padded, attention_mask=seen, max_new_tokens=count, min_new_tokens=count,
                                          do_sample=False, use_cache=True)
-        return tokens[:, longest:].tolist()
+        new: list[list[int]] = tokens[:, longest:].tolist()
+        return new
 
 
 class Llama2Py:

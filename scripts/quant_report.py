@@ -287,7 +287,7 @@ def run(options: argparse.Namespace) -> int:
     make_backend()  # one that is not there is told before the work
     variants = [variant for variant in VARIANTS if options.backend != "cuda" or variant.kv is None]
     report = Report(load_scenario(options.fixture), options.poems, options.samples, make_backend)
-    rows = []
+    rows: list[Row] = []
     with Console(sys.stderr).working() as progress:
         for variant in variants:
             progress(f"{len(rows) + 1} of {len(variants)}: {variant.name}")

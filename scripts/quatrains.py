@@ -105,7 +105,7 @@ def token_losses(model: Model, tokens: Sequence[int]) -> list[float]:
     return surprises(poem_logits(model, tokens), tokens)
 
 
-def poem_logits(model: Model, tokens: Sequence[int], kv_quantization: str | None = None) -> list[list[float]]:
+def poem_logits(model: Model, tokens: Sequence[int], kv_quantization: str | None = None) -> Sequence[Sequence[float]]:
     """Logits after every token but the last, in one pass."""
     pages = range(-(-len(tokens) // PAGE_SIZE))
     batch = Batch.of([Piece(tokens[:-1], start=0, pages=pages, wants_logits=False)], PAGE_SIZE)

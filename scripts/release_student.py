@@ -6,16 +6,17 @@
 
 ``student_release.json`` says which functions are whose work:
 
-    stubs       by milestone: signature and docstring stay, the body becomes ``raise NotImplementedError("M2: ...")``
-    meanwhile   functions that earlier milestones need in some form, with their milestone: until it is solved they have
-                the simple body that stands in ``student_meanwhile.py`` (one request at a time, say)
-    roots       modules of ``starter`` that are given, with all that they import; what nobody imports stays here
-    edits       lines of given files that differ for students: old and new
-    written     files that are others for students
-    templates   blank forms that students fill in, with their names in the students' project
-    files       everything else that is given
+    stubs         by milestone: signature and docstring stay, the body becomes ``raise NotImplementedError("M2: ...")``
+    placeholders  functions that earlier milestones need in some form, with their milestone: until it is solved, they
+                  have a simple body from ``student_placeholders.py`` (one request at a time, for example)
+    roots         modules of ``starter`` that students get, with everything these import; the others are left out
+    edits         lines that differ in the students' files: old and new
+    written       files with another text for students
+    templates     blank forms that students fill in, with their names in the students' project
+    files         everything else that students get
 
-Private functions and constants of a changed module that nothing refers to any more served the solution alone, and go.
+Private functions and constants to which nothing in a changed module refers any more are removed: only the solution
+needed them.
 What is given: the reference decoder, schema, tokenizer, weights, loaders, the loop of the engine, the record (timeline,
 report, replay, audit) and the driver. Left out: lanes (backend "cpu" is the plain one in the students' project), the
 engines that are wrong on purpose, the teacher's manual, and our own design report.
@@ -36,11 +37,11 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Union
+from typing import Any, Union
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "scripts" / "student_release.json"
-MEANWHILE = ROOT / "scripts" / "student_meanwhile.py"
+PLACEHOLDERS = ROOT / "scripts" / "student_placeholders.py"
 MILESTONES = ("M1", "M2", "M3", "M4", "M5", "M6")
 DYNAMIC = ("__", "_on_")  # private names that are looked up by a computed name, or by Python itself
 
@@ -60,7 +61,8 @@ def release(out: Path, through: int = 0) -> None:
     for module in given_modules(table["roots"]):
         path = source_of(module)
         source = path.read_text(encoding="utf-8")
-        mine = {function: body for name, body in open_work.items() for home, function in [apart(name)] if home == module}
+        mine = {function: body for name, body in open_work.items()
+                for home, function in [apart(name)] if home == module}
         write(out / path.relative_to(ROOT), without_orphans(with_bodies(source, mine, module)) if mine else source)
     for pattern in table["files"]:
         found = [path for path in sorted(ROOT.glob(pattern)) if path.is_file() and "__pycache__" not in path.parts]
@@ -83,17 +85,17 @@ def release(out: Path, through: int = 0) -> None:
         shutil.copyfile(ROOT / template, out / name)
 
 
-def open_functions(table: dict, through: int) -> dict[str, str]:
+def open_functions(table: dict[str, Any], through: int) -> dict[str, str]:
     """Body of each function that is still to be written: {"kv_cache.KVCacheManager.allocate": "raise ..."}."""
     solved = MILESTONES[:through]
     bodies = {name: f'raise NotImplementedError("{milestone}: {apart(name)[1]} is still to be written")'
               for milestone, names in table["stubs"].items() if milestone not in solved for name in names}
-    source = MEANWHILE.read_text(encoding="utf-8")
+    source = PLACEHOLDERS.read_text(encoding="utf-8")
     simple = dict(functions(ast.parse(source)))
-    for name, milestone in table["meanwhile"].items():
+    for name, milestone in table["placeholders"].items():
         if milestone not in solved:
             if name not in simple:
-                raise ReleaseError(f"{MEANWHILE.name} has no {name}")
+                raise ReleaseError(f"{PLACEHOLDERS.name} has no {name}")
             bodies[name] = body_text(source, simple[name])
     return bodies
 
@@ -107,8 +109,8 @@ def source_of(module: str) -> Path:
 def apart(name: str) -> tuple[str, str]:
     """"backends.int8_pages.encode_keys" -> its module, and the function's name within it."""
     parts = name.split(".")
-    length = next((i for i in range(1, len(parts)) if ROOT.joinpath("starter", *parts[:i]).with_suffix(".py").is_file()),
-                  1)
+    starter = ROOT / "starter"
+    length = next((i for i in range(1, len(parts)) if starter.joinpath(*parts[:i]).with_suffix(".py").is_file()), 1)
     return ".".join(parts[:length]), ".".join(parts[length:])
 
 
@@ -182,7 +184,8 @@ def with_bodies(source: str, bodies: dict[str, str], module: str) -> str:
     """The source with other bodies for some functions."""
     found = dict(functions(ast.parse(source)))
     if missing := bodies.keys() - found.keys():
-        raise ReleaseError(f"{source_of(module).relative_to(ROOT).as_posix()} has no {', '.join(sorted(missing))}; correct {TABLE.name}")
+        raise ReleaseError(f"{source_of(module).relative_to(ROOT).as_posix()} has no {', '.join(sorted(missing))}; "
+                           f"correct {TABLE.name}")
     lines = source.splitlines()
     for name in sorted(bodies, key=lambda name: found[name].lineno, reverse=True):
         first, last = body_lines(source, found[name])

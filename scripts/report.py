@@ -23,6 +23,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from html import unescape
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -111,7 +112,7 @@ class Page:
         self._environment(name, source, ("Python", "system", "cores", "packages"))
         for shape, found in source.data["shapes"].items():
             self._table(f"{name}: speed in the {shape} shape", "", list(found["tokens_per_second"]), SPEED,
-                        lambda row, column, shape=shape: (source, f"{shape}, {row}: {column}"))
+                        partial(_entry, source, shape))
             self._picture(f"speed-{shape}", [source])
 
     def _tables(self, name: str, source: Source) -> None:
@@ -119,7 +120,7 @@ class Page:
         for number, table in enumerate(source.data["tables"]):
             columns = [table["unit"], "middle half", f"x {table['against']}", *table["columns"]]
             self._table(f"{name}: {table['title']}", "", [row["name"] for row in table["rows"]], columns,
-                        lambda row, column, title=table["title"]: (source, f"{title}, {row}: {column}"))
+                        partial(_entry, source, table["title"]))
             self._picture(f"table-{number}", [source])
 
     def _quantization(self, name: str, source: Source) -> None:
@@ -185,6 +186,11 @@ def address(path: Path, report: Path) -> str:
     except ValueError:  # another drive
         relative = path.resolve().as_posix()
     return quote(relative, safe="/:")
+
+
+def _entry(source: Source, title: str, row: str, column: str) -> tuple[Source, str]:
+    """The source and the name of a figure in a table with this title."""
+    return source, f"{title}, {row}: {column}"
 
 
 def _plain(text: str) -> str:

@@ -87,7 +87,8 @@ def read_poems(package: Path) -> list[str]:
     if not files:
         raise SystemExit(f"{package} holds no dist/quantangshi/poet.tang.*.json: give the unpacked npm package")
     poems = ["".join(poem["paragraphs"]) for file in files for poem in json.loads(file.read_text(encoding="utf-8"))]
-    return OpenCC("t2s").convert("\n".join(poems)).split("\n")
+    simplified: str = OpenCC("t2s").convert("\n".join(poems))
+    return simplified.split("\n")
 
 
 # -------------------------------------------------------------------------------------------------- the decoder
@@ -264,7 +265,8 @@ def scenario(weights: Parameters, vocabulary: CharacterVocabulary) -> Scenario:
                for request in requests if request.sampling.temperature == 0.0}
     golden = Golden({name: tokens for name, (tokens, _) in goldens.items()},
                     round(min(margin for _, margin in goldens.values()), 6),
-                    made_by="scripts/train_quatrains.py in PyTorch, float64; tests/tools/test_quatrains.py asks transformers")
+                    made_by="scripts/train_quatrains.py in PyTorch, float64; "
+                            "tests/tools/test_quatrains.py asks transformers")
     return Scenario(
         SCENARIO_VERSION, "quatrains", MODEL,
         SafetensorsWeights(WEIGHTS.name, weights_digest(read_safetensors(WEIGHTS))), vocabulary, tuple(requests),
@@ -323,18 +325,18 @@ def main() -> None:
     options = parser.parse_args()
     groups = split(read_poems(options.package), HELD_OUT_POEMS, SEED)
     vocabulary = most_frequent(groups[0], CHARACTERS)
-    tokens = [[poem_tokens(vocabulary, poem) for poem in group] for group in groups]
+    quatrains, pieces, held_out = ([poem_tokens(vocabulary, poem) for poem in group] for group in groups)
     torch.set_num_threads(1)  # nearly as fast as two for so small a model, and the sums keep one order
     if options.measure:
         with Console(sys.stderr).working("measuring ..."):
-            text = report(saved(), vocabulary, *tokens)
+            text = report(saved(), vocabulary, quatrains, pieces, held_out)
         print(text)
         return
-    weights, curve = train_all(*tokens)
+    weights, curve = train_all(quatrains, pieces, held_out)
     save(weights)
     for path, text in ((HELD_OUT, "\n".join(groups[2]) + "\n"),
                        (SCENARIO, scenario(saved(), vocabulary).to_json()),
-                       (LOG, report(saved(), vocabulary, *tokens, curve))):
+                       (LOG, report(saved(), vocabulary, quatrains, pieces, held_out, curve))):
         path.write_text(text, encoding="utf-8", newline="\n")
     print(text)
 

@@ -115,7 +115,7 @@ def attention(config: ModelConfig, query: Vector, keys: list[Vector], values: li
 
 
 def rotary(config: ModelConfig, x: Vector, position: int) -> Vector:
-    """Turn each pair (2i, 2i + 1) of each head by position * theta ** (-2i / head_width), or slower (``base/rope.py``)."""
+    """Turn each pair (2i, 2i + 1) of each head by position * theta ** (-2i / head_width) (see ``base/rope.py``)."""
     frequencies, turned = config.rope_frequencies, []
     for i in range(0, len(x), 2):
         angle = position * frequencies[i % config.head_width // 2]

@@ -1,7 +1,7 @@
 """M3 · A live request: what the scheduler counts of it, what has been generated, and the events that wait to be read.
 
     Request ──submit──▶ RequestStream     one for each request: its samples, and the queue of its unread events
-                          └─ Sample ...   one for each continuation of the prompt (``SamplingParams.n``): tokens and text
+                          └─ Sample ...   one for each continuation of the prompt (``SamplingParams.n``): its text
                                is a SequenceState, which is all that the scheduler knows of it
                                  └─ KVHandle, its block table
 

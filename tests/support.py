@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 import unittest
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 from math import nan
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from starter.backend import ReferenceBackend
 from starter.base.tokenizer import CharacterTokenizer
@@ -41,6 +43,14 @@ def run_main(main: Callable[[list[str]], int], *arguments: object) -> Run:
         except SystemExit as end:  # argparse
             code = int(end.code or 0)
     return Run(code, out.getvalue(), err.getvalue())
+
+
+def json_lines(path: Path) -> list[Any]:
+    """What each line of a file holds, as strict JSON: NaN and Infinity are errors."""
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+    return [json.loads(line, parse_constant=refuse)
+            for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n")]
 
 
 VOCABULARY = 20

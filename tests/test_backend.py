@@ -12,6 +12,7 @@ from starter.errors import BackendError, MissingWingError
 from starter.kv_cache import KVStore, PlainStore
 from tests.extras import needs
 from tests.support import make_engine
+from tests.wings import needs_wing
 
 
 def parameters(owner: type) -> dict[str, list[str]]:
@@ -76,8 +77,8 @@ class OperationsTest(unittest.TestCase):
         self.assertEqual(*outcomes)
         self.assertTrue(outcomes[0][1])
 
-
 @needs("numpy", "numpy")
+@needs_wing("backends/numpy")
 class NumpyOperationsTest(unittest.TestCase):
     def test_the_numpy_backend_has_every_operation(self) -> None:
         from starter import numpy_backend as plain
@@ -89,12 +90,14 @@ class NumpyOperationsTest(unittest.TestCase):
 
 
 class LoadTest(unittest.TestCase):
+    @needs_wing("backends/lanes")
     def test_by_name(self) -> None:
         self.assertIsInstance(load_backend("cpu"), ReferenceBackend)
         self.assertEqual(load_backend("cpu").name, "cpu")
         self.assertEqual(load_backend("auto").name, load_backend().name)
         self.assertEqual(load_backend("auto").name, "numpy" if find_spec("numpy") else "cpu")
 
+    @needs_wing("backends/lanes")
     def test_without_numpy(self) -> None:
         """"auto" falls back; asking for it by name does not, and says how to get it."""
         with mock.patch("starter.backend.find_spec", lambda name, package=None: package):  # modules, but no packages

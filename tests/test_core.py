@@ -1,4 +1,4 @@
-"""The loop's four verbs: a decision laid flat, rows that become tokens, failures that stay with their request; and ids."""
+"""The loop's four verbs: a decision laid flat, rows that become tokens, failures that stay with their request; ids."""
 
 from __future__ import annotations
 

@@ -15,13 +15,10 @@ from typing import Any
 from unittest import mock
 
 from starter import driver
+from starter.backend import load_backend
 from starter.base.weights import seeded_weights
-from starter.checkpoints.llama2c import UNSAID, write_llama2c
 from starter.engine import InferenceEngine, play
 from starter.metrics import Metrics
-from starter.observe.perfetto import chrome_trace
-from starter.observe.report import report_html
-from starter.observe.timeline_file import read_timeline
 from starter.schema import (
     CharacterVocabulary,
     EngineSettings,
@@ -36,7 +33,15 @@ from starter.schema import (
 )
 from starter.timeline import VirtualClock
 from tests.paths import FIXTURE, ROOT, TIMELINE
-from tests.support import CONFIG, FaultyBackend, Run, oracle, run_main
+from tests.support import CONFIG, FaultyBackend, Run, json_lines, oracle, run_main
+from tests.wings import has_wing, needs_wing
+
+if has_wing("observe"):
+    from starter.observe.perfetto import chrome_trace
+    from starter.observe.report import report_html
+    from starter.observe.timeline_file import read_timeline
+if has_wing("checkpoints"):
+    from starter.checkpoints.llama2c import UNSAID, write_llama2c
 
 BUFFERED = {**os.environ, "PYTHONUNBUFFERED": ""}  # as it is where nobody says otherwise
 REQUESTS = (Request("a", (3, 1, 4), 6), Request("b", (1,), 9, arrival=1.0), Request("gone", (2, 7), 20))
@@ -90,11 +95,17 @@ class Case(unittest.TestCase):
 
 class ScenarioTest(Case):
     def test_the_fixture(self) -> None:
-        """C4; and the public timeline, byte for byte."""
-        timeline = self.folder / "run.jsonl"
-        result = run("--fixture", FIXTURE, "--clock", "virtual", "--timeline", timeline)
+        """C4."""
+        result = run("--fixture", FIXTURE, "--clock", "virtual")
         self.assertEqual((result.code, result.err), (0, ""))
         self.assertIn("\nAll 10 outputs equal the golden tokens.\n", result.out)
+
+    @needs_wing("backends/lanes")
+    def test_the_public_timeline_byte_for_byte(self) -> None:
+        """Its header names the backend that computed it."""
+        timeline = self.folder / "run.jsonl"
+        result = run("--fixture", FIXTURE, "--clock", "virtual", "--timeline", timeline, "--quiet")
+        self.assertEqual(result, Run(0, "", ""))
         self.assertEqual(timeline.read_bytes(), TIMELINE.read_bytes())
 
     def test_equal_to_the_golden_tokens(self) -> None:
@@ -136,6 +147,7 @@ class ScenarioTest(Case):
                 result = run("--fixture", self.file, *options)
                 self.assertEqual((result.code, result.err), (0, ""))
 
+    @needs_wing("observe")
     def test_a_trace_and_a_page_that_replays_the_run(self) -> None:
         """Both hold every event, as the timeline file does."""
         trace, page, lines = (self.folder / name for name in ("t.json", "r.html", "t.jsonl"))
@@ -218,10 +230,10 @@ class OutputTest(Case):
             result = run("--fixture", file, "--json", "--timeline", timeline)
             self.assertEqual((result.code, result.err, result.out.count("\n")), (code, "", 1))
             document = strict_json(result.out)
-            self.assertEqual((document["scenario"], document["backend"]), ("small", "cpu"))
+            self.assertEqual((document["scenario"], document["backend"]), ("small", load_backend("cpu").name))
             self.assertEqual(document["golden"], {"a": "equal", "b": verdict, "gone": "equal"})
             self.assertEqual(document["tokens"]["b"], oracle((1,), 9))
-            metrics = Metrics.of(read_timeline(timeline)).to_dict()  # on a real clock
+            metrics = Metrics.of(json_lines(timeline)).to_dict()  # on a real clock
             self.assertEqual(document["metrics"], json.loads(json.dumps(metrics)))
             self.assertEqual(metrics["output_tokens"], sum(map(len, document["tokens"].values())))
 
@@ -315,6 +327,7 @@ class BadInputTest(Case):
             self.assertEqual(result.code, code)
             self.assertEqual(result.err, f"error: {error}\n" if code else "")
 
+    @needs_wing("observe")
     def test_an_interrupt_leaves_a_timeline_that_can_be_read(self) -> None:
         def interrupted(engine: InferenceEngine, scenario: Scenario) -> Any:
             yield from [step for step, _ in zip(play(engine, scenario), range(2))]
@@ -326,16 +339,17 @@ class BadInputTest(Case):
         self.assertEqual(read_timeline(self.folder / "run.jsonl")[-1]["event"], "token")
 
 
+@needs_wing("checkpoints")
 class CheckpointTest(Case):
     """A llama2.c model of the smallest kind, whose vocabulary is the bytes and a few letters."""
 
     PIECES = ("<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), " ", *"abcdefgh")
-    MODEL = ModelConfig(vocab_size=len(PIECES), width=8, layers=1, heads=2, kv_heads=1, ffn_width=6, max_context=64,
-                        **UNSAID)
 
     def setUp(self) -> None:
         super().setUp()
-        write_llama2c(self.folder / "model.bin", self.MODEL, seeded_weights(self.MODEL, 3))
+        self.model = ModelConfig(vocab_size=len(self.PIECES), width=8, layers=1, heads=2, kv_heads=1, ffn_width=6,
+                                 max_context=64, **UNSAID)
+        write_llama2c(self.folder / "model.bin", self.model, seeded_weights(self.model, 3))
         pieces = b"".join(struct.pack("<fi", 0.0, len(piece)) + piece.encode() for piece in self.PIECES)
         (self.folder / "tokenizer.bin").write_bytes(struct.pack("<i", 6) + pieces)
 
@@ -395,9 +409,9 @@ class CheckpointTest(Case):
         result = run("--checkpoint", self.folder, "--max-tokens", 5, "--page-size", 2, "--budget", 3, "--quantization",
                      "int8", "--temperature", 0.7, "--top-p", 0.9, "--timeline", timeline, "--quiet")
         self.assertEqual(result, Run(0, "", ""))
-        header, *events = read_timeline(timeline)
+        header, *events = json_lines(timeline)
         self.assertEqual((header["settings"]["page_size"], header["settings"]["budget_tokens"]), (2, 3))
-        self.assertEqual((header["quantization"]["bits"], header["backend"]), (8, "cpu"))
+        self.assertEqual((header["quantization"]["bits"], header["backend"]), (8, load_backend("cpu").name))
         self.assertEqual(events[-1]["event"], "finish")
 
     def test_bad_input(self) -> None:

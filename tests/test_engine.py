@@ -188,7 +188,8 @@ class Events(EngineCase):
         """Also right after the prompt; ignored where that is asked for, and without a chance before min_tokens."""
         tokens = oracle((3, 1, 4), 8)
         for end in sorted(set(tokens)):
-            loaded = Loaded(Model(replace(CONFIG, eos_tokens=(end,)), WEIGHTS, ReferenceBackend()), HEALTHY.tokenizer, {})
+            model = Model(replace(CONFIG, eos_tokens=(end,)), WEIGHTS, ReferenceBackend())
+            loaded = Loaded(model, HEALTHY.tokenizer, {})
             for sampling, expected in ((SamplingParams(), tokens[:tokens.index(end) + 1]),
                                        (SamplingParams(ignore_eos=True), tokens)):
                 engine = InferenceEngine(loaded)

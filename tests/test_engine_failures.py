@@ -17,7 +17,6 @@ from starter.engine import InferenceEngine
 from starter.errors import EngineError
 from starter.kv_cache import KVHandle
 from starter.metrics import Metrics
-from starter.observe.audit import Audit
 from starter.scheduler import REFUSAL_LIMIT
 from starter.schema import SamplingParams, TokenEvent
 from starter.timeline import Event
@@ -37,6 +36,10 @@ from tests.support import (
     outcome,
     solo,
 )
+from tests.wings import has_wing, needs_wing
+
+if has_wing("observe"):
+    from starter.observe.audit import Audit
 
 
 class Cancel(EngineCase):
@@ -473,6 +476,7 @@ class Failures(EngineCase):
             reader.join(timeout=60)
             self.assertEqual(outcome(events), solo(Ask((1, 2), 3))[0])
 
+    @needs_wing("observe")
     def test_who_listens_later_hears_of_a_token_before_its_cancel(self) -> None:
         engine, heard = make_engine(), []
 

@@ -11,6 +11,7 @@ from math import exp, fsum, inf, log, nan
 from starter.sampling import Choice, Draws, Logits, choose_token, greedy
 from starter.schema import SamplingParams
 from tests.extras import needs
+from tests.wings import needs_wing
 
 NUMBERS = array("f", [0.5, 3.0, -1.0, 2.5])
 
@@ -42,6 +43,7 @@ class LogitsTest(unittest.TestCase):
 
 
 @needs("numpy", "numpy")
+@needs_wing("backends/numpy")
 class NumpyTest(unittest.TestCase):
     def setUp(self) -> None:
         import numpy as np

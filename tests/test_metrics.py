@@ -17,10 +17,9 @@ from starter.base.statistics import Summary
 from starter.engine import InferenceEngine
 from starter.errors import EngineError, SchemaError
 from starter.metrics import Metrics, MetricsCollector
-from starter.observe.timeline_file import read_timeline
 from starter.schema import SamplingParams
 from starter.timeline import Event
-from tests.support import FaultyBackend, failing_at, make_engine, oracle, prompt_of
+from tests.support import FaultyBackend, failing_at, json_lines, make_engine, oracle, prompt_of
 
 HEADER: Event = {"event": "header", "step": 0, "time": 0.0, "page_bytes": 100, "weight_bytes": 7}
 
@@ -271,7 +270,7 @@ class RunTest(unittest.TestCase):
         metrics = engine.metrics()
         with tempfile.TemporaryDirectory() as folder:
             engine.timeline.write(Path(folder) / "run.jsonl")
-            self.assertEqual(Metrics.of(read_timeline(Path(folder) / "run.jsonl")), metrics)
+            self.assertEqual(Metrics.of(json_lines(Path(folder) / "run.jsonl")), metrics)
         self.assertEqual(json.loads(metrics.to_json()), json.loads(json.dumps(metrics.to_dict())))
         self.assertEqual(metrics.kv_usage, metrics.kv_pages / engine.kv.total_pages)
         self.assertEqual(metrics.kv_pages, engine.kv.total_pages - engine.kv.free_pages)

@@ -7,11 +7,14 @@ from dataclasses import replace
 from itertools import product
 from unittest import mock
 
-from starter.backends.int8_pages import Int8KVStore
 from starter.core import make_cache, most_tails, pages_within
 from starter.errors import CapacityError
 from starter.schema import EngineSettings
 from tests.support import HEALTHY
+from tests.wings import has_wing, needs_wing
+
+if has_wing("backends"):
+    from starter.backends.int8_pages import Int8KVStore
 
 MODEL = HEALTHY.model
 SETTINGS = EngineSettings(page_size=4, num_pages=6, max_running=3, budget_tokens=8)
@@ -25,6 +28,7 @@ class PageBudgetTest(unittest.TestCase):
         with self.assertRaisesRegex(CapacityError, f"{PAGE - 1} is less than one page of 4 tokens .{PAGE} bytes."):
             pages_within(PAGE - 1, MODEL, SETTINGS)
 
+    @needs_wing("backends")
     def test_int8_pages_and_every_tail_there_can_be_stay_within(self) -> None:
         """Three requests run, and each of them can begin a page more in a step: six tails, or one a page."""
         int8 = replace(SETTINGS, kv_quantization="int8")
@@ -45,6 +49,7 @@ class PageBudgetTest(unittest.TestCase):
             self.assertGreaterEqual(most_tails(settings), needed)
             self.assertLessEqual(most_tails(settings), needed + (running if size == 1 else 0))
 
+    @needs_wing("backends")
     def test_a_store_that_reserves_is_told_how_many_tails_there_can_be(self) -> None:
         """Six as above, or one a page; not the host's store, which no step fills."""
         for num_pages, tails in ((9, 6), (3, 3)):

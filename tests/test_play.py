@@ -22,6 +22,7 @@ from starter.schema import (
 )
 from starter.timeline import VirtualClock
 from tests.support import CONFIG, oracle
+from tests.wings import needs_wing
 
 A, B, C = Request("a", (3, 1, 4), 6), Request("b", (1,), 9), Request("c", (2, 7, 1, 8), 5)
 
@@ -73,6 +74,7 @@ class PlayTest(unittest.TestCase):
                 self.assertEqual(self.tokens(steps)["a"], oracle((3, 1, 4), 6))
         self.assertEqual(self.play(scenario([])), [])
 
+    @needs_wing("workloads")
     def test_with_faults_idle_steps_are_run(self) -> None:
         """Their steps count from the injection on."""
         steps = self.play(scenario([at(Request("d", (5,), 1), 0.0), at(B, 6.0)], faults=(MemoryCut(8, 1, 10),)))
@@ -136,6 +138,7 @@ class PlayTest(unittest.TestCase):
         for name, tokens in got.items():
             self.assertEqual(len([1 for event in self.happened("token") if event[0] == name]), len(tokens))
 
+    @needs_wing("workloads")
     def test_a_slow_consumer_reads_when_everybody_else_has_ended(self) -> None:
         steps = self.play(scenario([A, B, C], faults=(SlowConsumer("a"),)))
         readers = [{event.request_id for event in played.events} for played in steps]

@@ -127,7 +127,8 @@ def stream_of(pieces: Sequence[bytes], max_tokens: int = 99, **sampling: object)
     request = Request("r", (0,), max_tokens, sampling=SamplingParams(**sampling))
     stream = RequestStream(request)
     for number in range(request.sampling.n):
-        stream.samples.append(Sample(stream, number, Draws(request.sampling, "r", number, 0), TextStream([b"", *pieces])))
+        draws = Draws(request.sampling, "r", number, 0)
+        stream.samples.append(Sample(stream, number, draws, TextStream([b"", *pieces])))
     return stream
 
 

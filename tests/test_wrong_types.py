@@ -13,6 +13,7 @@ from starter.base.fault_kinds import MemoryCut
 from starter.errors import EngineError, RequestError, SchemaError, UnknownRequestError
 from tests.paths import FIXTURE
 from tests.support import make_engine
+from tests.wings import needs_wing
 
 Arguments = dict[str, object]
 SURPRISES: tuple[object, ...] = (
@@ -62,7 +63,8 @@ def of_a_manager(method: str, **arguments: object) -> object:
         kv.check()
 
 
-CALLS: tuple[tuple[str, Callable[..., object], Arguments, type[Exception]], ...] = (
+Call = tuple[str, Callable[..., object], Arguments, type[Exception]]  # its name; good arguments; what refuses others
+CALLS: tuple[Call, ...] = (
     ("load_scenario", starter.load_scenario, {"path": FIXTURE}, SchemaError),
     ("from_scenario", starter.InferenceEngine.from_scenario,
      {"scenario": scenario, "quantization": None, "weights_seed": 1, "clock": None}, EngineError),
@@ -70,7 +72,6 @@ CALLS: tuple[tuple[str, Callable[..., object], Arguments, type[Exception]], ...]
      {"page_size": 4, "num_pages": 9, "kv_budget_bytes": 9, "budget_tokens": 9, "max_running": 2, "max_waiting": 3,
       "batching": "static", "policy": "fcfs", "preemption": "swap", "host_pages": 2, "prefix_sharing": True,
       "use_cache": True, "seed": 1}, SchemaError),
-    ("from_checkpoint", starter.InferenceEngine.from_checkpoint, {"path": "nowhere"}, SchemaError),
     ("submit", partial(of_an_engine, "submit"),
      {"prompt_tokens": [1], "max_tokens": 2, "request_id": "new", "sampling": None, "priority": 0, "stop_tokens": [],
       "cache_salt": None}, RequestError),
@@ -81,7 +82,6 @@ CALLS: tuple[tuple[str, Callable[..., object], Arguments, type[Exception]], ...]
     ("step", partial(of_an_engine, "step"), {"budget_tokens": 2}, RequestError),
     ("generate", partial(of_an_engine, "generate"), {"prompts": [[1]], "max_tokens": 2, "sampling": None},
      RequestError),
-    ("inject", partial(of_an_engine, "inject"), {"faults": []}, RequestError),
     ("scheduler", new_scheduler,
      {"max_running": 2, "policy": "fcfs", "kv": None, "batching": "none", "preemption": "swap"}, RequestError),
     ("scheduler.submit", partial(of_a_scheduler, "submit"), {"request": starter.Request("s", (1,), 2)}, RequestError),
@@ -111,17 +111,28 @@ CALLS: tuple[tuple[str, Callable[..., object], Arguments, type[Exception]], ...]
 
 
 class WrongTypes(unittest.TestCase):
-    def test_every_argument_of_every_public_call(self) -> None:
+    def check_call(self, name: str, call: Callable[..., object], good: Arguments, error: type[Exception]) -> None:
         """Nothing but the call's own class of error, with a sentence that says what was wanted."""
-        for name, call, good, error in CALLS:
-            good = {key: value() if value is scenario else value for key, value in good.items()}
-            for argument in good:
-                for surprise in SURPRISES:
-                    with self.subTest(call=name, argument=argument, surprise=surprise):
-                        try:
-                            call(**{**good, argument: surprise})
-                        except error as refusal:
-                            self.assertGreater(len(str(refusal)), 15)
+        good = {key: value() if value is scenario else value for key, value in good.items()}
+        for argument in good:
+            for surprise in SURPRISES:
+                with self.subTest(call=name, argument=argument, surprise=surprise):
+                    try:
+                        call(**{**good, argument: surprise})
+                    except error as refusal:
+                        self.assertGreater(len(str(refusal)), 15)
+
+    def test_every_argument_of_every_public_call(self) -> None:
+        for call in CALLS:
+            self.check_call(*call)
+
+    @needs_wing("checkpoints")
+    def test_from_checkpoint(self) -> None:
+        self.check_call("from_checkpoint", starter.InferenceEngine.from_checkpoint, {"path": "nowhere"}, SchemaError)
+
+    @needs_wing("workloads")
+    def test_inject(self) -> None:
+        self.check_call("inject", partial(of_an_engine, "inject"), {"faults": []}, RequestError)
 
     def test_refused(self) -> None:
         """What would otherwise be taken for something else, or for nothing."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import Any
 
 from starter.backend import Batch, Piece, ReferenceBackend, ReferenceKVStore
 from starter.core import ModelRunner
@@ -42,7 +43,7 @@ def tokens_equal_to_everything(patch):
 
     def add(self, choice, *arguments):
         event = right(self, choice, *arguments)
-        event = self.stream.events[-1] = event._replace(token=Anything(event.token))
+        event = self.stream.events[-1] = event._replace(token=Anything(event.token or 0))
         return event
 
     patch(Sample, "add", add)
@@ -142,7 +143,7 @@ def private_recompute(patch):
         shown = self.backend
         if not isinstance(store, ReferenceKVStore) or isinstance(shown, Again):
             return right(self, batch, store)
-        logits = []
+        logits: list[Any] = []
         try:
             self.backend = Listening(shown)
             right(self, batch, store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -219,7 +220,8 @@ def cancels_not_recorded(patch):
 @mistake(None, "M6EndToEnd.test_same_seed_same_timeline", says="global random numbers")
 def seeds_from_the_system(patch):
     """A request without a seed draws from the system's random numbers."""
-    right, system = Draws.__init__, random.SystemRandom()
+    right: Callable[..., None] = Draws.__init__
+    system = random.SystemRandom()
 
     def init(self, params, request_id, number, engine_seed):
         right(self, params, request_id, number, engine_seed if params.seed is not None else system.random())

@@ -26,8 +26,8 @@ from unittest import mock
 import starter
 
 MODULES = ("kv_cache", "pages", "scheduler", "quantization", "lifecycle", "cheats", "requests", "different")
-MISTAKES = {}  # by name, filled by the decorators
-DIFFERENT = {}  # other implementations that are right, and have to pass
+MISTAKES: dict[str, Variant] = {}  # by name, filled by the decorators
+DIFFERENT: dict[str, Variant] = {}  # other implementations that are right, and have to pass
 
 
 class Patches(ExitStack):
@@ -61,7 +61,7 @@ class Variant:
     @property
     def summary(self):
         """The docstring in one line."""
-        return " ".join(self.install.__doc__.split())
+        return " ".join((self.install.__doc__ or "").split())
 
     @contextmanager
     def installed(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from starter import scheduler
 from starter.backend import Batch
@@ -51,7 +52,7 @@ def stale_prefix_entry(patch):
 def no_rollback(patch):
     """No rollback when pages run out: counts drift after the error."""
     def take(self, number, for_whom):
-        pages = []
+        pages: list[int] = []
         for _ in range(number):
             if not self.available:
                 raise OutOfPagesError(f"{for_whom} needs {number} pages, and {len(pages)} were free")
@@ -70,7 +71,7 @@ def prefix_published_before_computed(patch):
     right = KVCacheManager.allocate
 
     def allocate(self, request_id, token_count, tokens=None, salt=None):
-        handle = right(self, request_id, token_count, tokens, salt)
+        handle: Any = right(self, request_id, token_count, tokens, salt)
         if self.prefix_sharing and tokens:
             self._publish(replace(handle, length=token_count), tokens)
         return handle

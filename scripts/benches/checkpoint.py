@@ -21,9 +21,9 @@ from statistics import median
 from time import perf_counter
 
 from scripts.benches.engines import Ours, Prompt
+from scripts.benches.peer_engines import COMMANDS, decoding, generating, prefilling
 from scripts.benches.rounds import Run, machine, measure, times
 from scripts.benches.tables import Table
-from scripts.benches.theirs import COMMANDS, decoding, generating, prefilling
 from scripts.peers import LlamaCpp, Transformers
 from starter.backend import load_backend
 from starter.base.console import Console

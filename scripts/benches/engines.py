@@ -14,11 +14,12 @@ from starter.engine import InferenceEngine
 from starter.model import Loaded, Model
 from starter.schema import CharacterVocabulary, EngineSettings, ModelConfig, SamplingParams
 
+FIXED: dict[str, Any] = dict(UNSAID)
 SHAPES = {  # llama2.c's
     "260K": ModelConfig(vocab_size=512, width=64, layers=5, heads=8, kv_heads=4, ffn_width=172, max_context=512,
-                        tied_output=True, **UNSAID),
+                        tied_output=True, **FIXED),
     "15M": ModelConfig(vocab_size=32_000, width=288, layers=6, heads=6, kv_heads=6, ffn_width=768, max_context=256,
-                       tied_output=True, **UNSAID),
+                       tied_output=True, **FIXED),
 }
 PROMPT = 112  # tokens before the measured ones
 PAGE_SIZE = 64

@@ -78,8 +78,8 @@ class Climber:
     def cells(self) -> dict[str, float]:
         """The table's further columns."""
         last = self.metrics[-1]
-        return {"TTFT ms": median(each.ttft.p50 for each in self.metrics) * 1e3,
-                "TPOT ms": median(each.tpot.p50 for each in self.metrics) * 1e3,
+        return {"TTFT ms": median(each.ttft.p50 or 0.0 for each in self.metrics) * 1e3,
+                "TPOT ms": median(each.tpot.p50 or 0.0 for each in self.metrics) * 1e3,
                 "steps": last.steps, "positions": last.computed_tokens, "KV peak B": last.kv_peak_bytes,
                 "weights B": self.weight_bytes}
 

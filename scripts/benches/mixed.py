@@ -103,7 +103,7 @@ class OurServer(Server):
             for chunk in self.engine.step().chunks:
                 i = int(chunk.request_id)
                 events = self.engine.poll(chunk.request_id)
-                tokens.setdefault(i, []).extend(event.token for event in events)
+                tokens.setdefault(i, []).extend(event.token for event in events if event.token is not None)
                 if events and events[-1].finish_reason:
                     yield i, tokens.pop(i)
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from scripts.benches.engines import PAGE_SIZE, SHAPES, Ours, with_characters
 from scripts.benches.mixed import LIMIT, WORKLOAD, ContinuousServer, OurServer, Server, StaticServer, stream
+from scripts.benches.peer_engines import COMMANDS, generating, llama2_py
 from scripts.benches.rounds import Run, measure
 from scripts.benches.tables import Table
-from scripts.benches.theirs import COMMANDS, generating, llama2_py
 from scripts.peers import Transformers
 from starter.backend import Backend
 from starter.base.weights import seeded_weights

@@ -14,9 +14,9 @@ from time import perf_counter
 from typing import Any
 
 from scripts.benches.engines import SHAPES, Ours, with_characters
+from scripts.benches.peer_engines import llama2_py, transformers
 from scripts.benches.rounds import Run, cores, like_ours, machine, measure, quartiles, ratio
 from scripts.benches.tables import chart
-from scripts.benches.theirs import llama2_py, transformers
 from scripts.charts import one_below_another
 from starter.backend import load_backend
 from starter.backends.lanes.lanes import LaneMatrix

@@ -109,8 +109,8 @@ class Job:
     # ------------------------------------------------------------------------------------------------- parts
 
     def kernel_checks(self) -> Iterator[str]:
-        """The kernels' own tests (tests/backends/test_cuda_kernels.py, tests/backends/test_cuda_int8_kernels.py) on this device: lengths,
-        odd widths, permuted pages."""
+        """The kernels' own tests (tests/backends/test_cuda_kernels.py and test_cuda_int8_kernels.py) on this device:
+        lengths, odd widths, permuted pages."""
         from starter.backends.cuda.device import Device
         from tests.backends.test_cuda_int8_kernels import Int8KernelTest
         from tests.backends.test_cuda_kernels import KernelTest
@@ -118,7 +118,7 @@ class Job:
         name, blocks = self.device_name, self.effort.blocks
 
         def on_device(case: Any) -> Any:
-            class OnDevice(case):
+            class OnDevice(case):  # type: ignore[misc]  # one of the two below
                 @classmethod
                 def setUpClass(cls) -> None:
                     super().setUpClass()

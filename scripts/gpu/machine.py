@@ -66,7 +66,7 @@ class Machine:
 def look() -> Machine:
     """This machine."""
     driver, toolkit, cards = _ask_warp() if not missing_packages(packages := _packages()) else (None, None, ())
-    build = sys.getwindowsversion().build if sys.platform == "win32" else None
+    build = sys.getwindowsversion().build if sys.platform == "win32" else None  # type: ignore[attr-defined,unused-ignore]
     return Machine(platform.system(), platform.version(), build, platform.processor() or platform.machine(),
                    platform.python_version(), packages, driver, toolkit, cards)
 
@@ -150,14 +150,15 @@ def _card(machine: Machine) -> str | None:
 def _capability(machine: Machine) -> str | None:
     card = machine.card()
     return None if card and card.capability == CAPABILITY else (
-        f"compute capability {CAPABILITY} (sm_89) is wanted, and {_of(card, card and card.capability)}; every "
+        f"compute capability {CAPABILITY} (sm_89) is wanted, and {_of(card, card.capability if card else None)}; every "
         f"{CARD} has it, so look which card Warp found, and at the driver")
 
 
 def _memory(machine: Machine) -> str | None:
     card = machine.card()
+    found = f"{card.memory_bytes / 2**30:.1f} GiB" if card else None
     return None if card and card.memory_bytes >= MEMORY else (
-        f"15 GiB of memory are wanted, and {_of(card, card and f'{card.memory_bytes / 2**30:.1f} GiB')}; there are "
+        f"15 GiB of memory are wanted, and {_of(card, found)}; there are "
         f"cards of this name with 8 GB, set P07_GPU=1 instead of P07_WIN_4060TI=1 to run on one")
 
 

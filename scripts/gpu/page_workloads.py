@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -130,15 +131,16 @@ def _attention(device: Device, size: Size, rng: Any, tables: Any, name: tuple[st
                      spans, positions)
 
         def attention(number: Any, q: Any = q, spans: Any = spans, positions: Any = positions) -> Any:
-            return np.concatenate([
-                _attend(q[spans == one].astype(number),
-                        *(numbers[_slots(tables, one, np.arange(size.context), size.page_size)].astype(number)
-                          for numbers in (keys, values)), positions[spans == one], size)
-                for one in np.unique(spans)])
+            found = []
+            for one in np.unique(spans):
+                slots = _slots(tables, one, np.arange(size.context), size.page_size)
+                mine_k, mine_v = (numbers[slots].astype(number) for numbers in (keys, values))
+                found.append(_attend(q[spans == one].astype(number), mine_k, mine_v, positions[spans == one], size))
+            return np.concatenate(found)
 
         yield Workload(name[0], f"{phase}, {name[1]}, {len(q)} x {heads} heads of {size.head_width}, "
-                                f"{size.context} positions", run, out.numpy, lambda f=attention: f(np.float64),
-                       lambda f=attention: f(np.float32), nbytes(spans, positions) + 8 * q.size,
+                                f"{size.context} positions", run, out.numpy, partial(attention, np.float64),
+                       partial(attention, np.float32), nbytes(spans, positions) + 8 * q.size,
                        per_number * int((positions + 1).sum()) * q.shape[1])
 
 

@@ -57,7 +57,7 @@ class Fields(Shape):
 
 COUNT, AMOUNT, WORDS, YES = Integer(0, 2**62), Number(0.0, 1e30), Text(1), Boolean()
 MAYBE, MAYBE_COUNT, MAYBE_AMOUNT = Nullable(WORDS), Nullable(COUNT), Nullable(AMOUNT)
-TIME = {"repeats": COUNT, "median_s": AMOUNT, "lowest_s": AMOUNT, "highest_s": AMOUNT, "spread": AMOUNT}
+TIME: dict[str, Any] = {"repeats": COUNT, "median_s": AMOUNT, "lowest_s": AMOUNT, "highest_s": AMOUNT, "spread": AMOUNT}
 SHAPE = Fields(
     version=Integer(1, 1), kind=OneOf(tuple(KINDS.values())), began=WORDS, seconds=AMOUNT,
     code=Fields(commit=MAYBE, kernels_sha256=Text(64, 64), engine_sha256=Text(64, 64)),

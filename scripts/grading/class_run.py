@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .grade import LIMITS, Grade, grade_one
 from .results import number, one_line, sheet, table
@@ -79,7 +80,7 @@ def grade_class(paths: Iterable[Path], teacher: Path, seed: str, executor: Execu
     ``out``: the folder of the results, which is there already and which no submission may read."""
     began, names = time.monotonic(), distinct_names(list(paths))
     given = given or teacher / "starter"
-    more = {"out": out} if out else {}
+    more: dict[str, Any] = {"out": out} if out else {}
     futures = {executor.submit(grade_one, path, teacher, seed, limits, only, show_seed, given, **more): name
                for path, name in names.items()}
     grades: dict[str, Grade] = {}

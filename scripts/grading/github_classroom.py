@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import base64
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .rubric import SECTIONS
+from .rubric import SECTIONS, Line
+
+if TYPE_CHECKING:
+    from .grade import Grade
 
 STATUS = {"passed": "pass", "failed": "fail", "skipped": "fail"}
 
@@ -30,7 +33,7 @@ def results(grade) -> dict[str, Any]:
     return {"version": 1, "status": status, "max_score": grade.automatic_most, "tests": tests}
 
 
-def _message(line, grade) -> str | None:
+def _message(line: Line, grade: Grade) -> str | None:
     """What is wrong first: the log of a runner is read from the top."""
     if grade.problem or line.note:
         return grade.problem or line.note

@@ -186,10 +186,10 @@ def commands(box: Sandbox) -> dict[str, Outcome]:
 
 
 def read_papers(papers: Path, teacher: Path, box: Sandbox) -> dict[str, Any]:
-    """What ``papers.py`` finds, behind walls: the files are a student's."""
+    """What ``check_papers.py`` finds, behind walls: the files are a student's."""
     said: deque[bytes] = deque(maxlen=8)
     box.scratch.mkdir(exist_ok=True)
-    command = box.command(str(HERE / "papers.py"), str(papers), str(teacher), trusted=True)
+    command = box.command(str(HERE / "check_papers.py"), str(papers), str(teacher), trusted=True)
     ended = run_lines(command, None, PAPER_SECONDS, said.append, box)
     try:
         found: dict[str, Any] = json.loads(b"".join(said))

@@ -27,7 +27,7 @@ from types import ModuleType, SimpleNamespace
 sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path(__file__).resolve().parent]
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from scripts.grading.remote import JudgeWire
+from scripts.grading.judge_wire import JudgeWire
 from scripts.grading.wire import Gone
 
 TRUSTED = ("starter.base.weights",)  # what the oracle computes with
@@ -81,13 +81,12 @@ def install(wire, teacher):
 
 def measure_remotely(wire, genuine):
     """What tests measure in their own process is measured in the submission's."""
-    import hidden_service
-    import m5_quantization
-    import m6_end_to_end
-    hidden_service.GENUINE = m6_end_to_end.GENUINE = genuine
-    m5_quantization.tracemalloc = wire.module("tracemalloc")
+    names = "hidden_service", "m5_quantization", "m6_end_to_end"
+    hidden_service, m5_quantization, m6_end_to_end = (vars(importlib.import_module(name)) for name in names)
+    hidden_service["GENUINE"] = m6_end_to_end["GENUINE"] = genuine
+    m5_quantization["tracemalloc"] = wire.module("tracemalloc")
     remote_gc = wire.module("gc")
-    m5_quantization.gc = SimpleNamespace(collect=lambda: (gc.collect(), remote_gc.collect()))
+    m5_quantization["gc"] = SimpleNamespace(collect=lambda: (gc.collect(), remote_gc.collect()))
 
 
 class Watched:
@@ -150,7 +149,7 @@ def judge(job, output):
 def teachers_errors(teacher):
     """Names of the error classes and of their bases, read without an import of what will be remote."""
     tree = ast.parse(Path(teacher, "starter", "errors.py").read_text(encoding="utf-8"))
-    return {node.name: [base.id for base in node.bases] for node in tree.body if isinstance(node, ast.ClassDef)}
+    return {node.name: list(map(ast.unparse, node.bases)) for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def check_errors(errors):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from scripts.release_student import release
 
-from . import cheats, results
+from . import cheats, github_classroom, gradescope, results
 from .class_run import ClassGrades, grade_class
 from .grade import Grade, hidden_digest, inner, sha
 from .sandbox import Limits, has_namespaces
@@ -189,7 +189,7 @@ def _grade_all(all_members: list[Member], school: Path, jobs: int) -> dict[Membe
 
 def wrong(member: Member, grade: Grade) -> list[str]:
     """What is not as it should be with one."""
-    told = results.text(grade) + str(results.gradescope.results(grade)) + str(results.github_classroom.results(grade))
+    told = results.text(grade) + str(gradescope.results(grade)) + str(github_classroom.results(grade))
     problems = []
     if not member.check(grade):
         failed = [f"{test}: {outcome.message}" for test, outcome in grade.tests.items() if outcome.state != "passed"]

@@ -67,7 +67,8 @@ def told(message: str, test: str, draw: Draw) -> str:
 
 
 def _run(way, ids, box, teacher, draw, until):
-    outcomes, left, limits = {}, list(ids), box.limits
+    outcomes: dict[str, Outcome] = {}
+    left, limits = list(ids), box.limits
     while left:
         seconds = min(until - monotonic(), limits.start + (limits.test + 5) * len(left))
         if seconds <= 0:
@@ -108,7 +109,7 @@ def _inside(box, teacher, ids, seed):
             raise ValueError
         return said[1:]
 
-    return box.command(box.own("inside.py")), job, accept
+    return box.command(box.own("run_in_process.py")), job, accept
 
 
 def _outside(box, teacher, ids, seed):

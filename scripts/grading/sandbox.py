@@ -39,7 +39,8 @@ from time import monotonic
 
 HERE = Path(__file__).resolve().parent
 TEACHER = HERE.parent.parent
-OWN = ("confine.py", "inside.py", "worker.py", "lent.py", "wire.py", "syntax.py")  # what runs beside a submission
+# What runs beside a submission
+OWN = ("confine.py", "run_in_process.py", "worker.py", "worker_wire.py", "wire.py", "syntax.py")
 PYTHON = tuple(Path(place).resolve()
                for place in (sys.prefix, sys.base_prefix, sys.executable, Path(os.__file__).parent))
 KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "SYSTEMROOT", "WINDIR")
@@ -221,6 +222,7 @@ def run_lines(command, job, seconds, on_line, box, silence=None):
     watcher = Thread(target=watch, daemon=True)
     watcher.start()
     try:
+        assert process.stdin and process.stdout  # both are pipes
         with contextlib.suppress(OSError):
             process.stdin.write(json.dumps(job).encode() + b"\n")
             process.stdin.close()
@@ -234,7 +236,8 @@ def run_lines(command, job, seconds, on_line, box, silence=None):
         watcher.join()
         end_tree(process)
         process.wait()
-        process.stdout.close()
+        if process.stdout:
+            process.stdout.close()
     return stopped[0] if stopped else f"ended with status {process.returncode}"
 
 

@@ -11,7 +11,8 @@ A line of JSON a message; calls nest, so that each side may call the other while
     value      None, bool, int, float, str, bytes, and lists, tuples, dictionaries of them: copied. Lists and
                dictionaries of the worker come as ``List`` and ``Dict``, which go back as the object that they came from
     object     anything else of the worker: a ``Remote`` in the judge, whose attributes and calls are asked for when
-               they are used. A frozen dataclass brings its fields along (``remote.py``; the other side is ``lent.py``)
+               they are used (``judge_wire.py``; the worker's side is ``worker_wire.py``). A frozen dataclass brings its
+               fields along
     error      classes of exceptions exist on both sides under one name, so that ``except starter.RequestError`` works
 
 What is guaranteed: the judge never runs code of the worker, reads no pickle, and takes a number for a number only if it
@@ -25,6 +26,8 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
+from typing import Any
 
 MOST = 64 << 20  # characters in a message
 PLAIN = (type(None), bool, int, float, str)
@@ -36,7 +39,14 @@ class Gone(Exception):
 
 
 class Wire:
-    """One end. ``serve`` answers one request; ``ask`` sends one and serves what comes before its answer."""
+    """One end. ``ask`` sends a request, and answers those that come before its answer; ``serve`` answers requests until
+    the other end has gone. An end of its own says what a value is on the wire, and what it does when it is asked."""
+
+    encode: Callable[..., Any]
+    encode_error: Callable[..., Any]
+    decode: Callable[..., Any]
+    decode_error: Callable[..., Any]
+    perform: Callable[..., Any]
 
     def __init__(self, reader, writer):
         self._reader, self._writer, self._lock = reader, writer, threading.RLock()

@@ -10,8 +10,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from lent import WorkerWire
 from wire import Gone
+from worker_wire import WorkerWire
 
 
 def main(tree):

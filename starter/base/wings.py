@@ -21,8 +21,8 @@ def wing(module: str, purpose: str) -> Any:
     except ModuleNotFoundError as missing:
         if missing.name is None or not f"{name}.".startswith(f"{missing.name}."):
             raise  # the wing is here; a package that it uses is not
-        folder = module.partition(".")[0]
-        raise MissingWingError(f"{purpose} needs the package starter/{folder}, which this copy does not have; "
+        folder = missing.name.replace(".", "/")
+        raise MissingWingError(f"{purpose} needs the package {folder}, which this copy does not have; "
                                f"take it from the complete project, or do without") from None
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import unittest
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,11 @@ class ConsoleTest(unittest.TestCase):
         self.assertEqual(terminal.getvalue(), "")
 
 
-PROGRAMS = {"schema": (), "workloads": (), "driver": ("--fixture", str(FIXTURE), "--manifest-only")}
-
-
 class ProgramsTest(unittest.TestCase):
-    """Each program of the package, as a program of its own."""
+    """Each program of the spine, as a program of its own."""
+
+    programs: Mapping[str, Sequence[str]] = {"schema": (), "driver": ("--fixture", str(FIXTURE), "--manifest-only")}
+    bad: Mapping[str, Sequence[str]] = {"schema": ("--unknown",), "driver": ("--fixture", "nothing.json")}
 
     def start(self, name: str, *arguments: str, **streams: Any) -> subprocess.Popen[str]:
         return subprocess.Popen([sys.executable, "-m", f"starter.{name}", *arguments], cwd=ROOT, text=True,
@@ -92,14 +93,14 @@ class ProgramsTest(unittest.TestCase):
                                 **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams})
 
     def test_a_reader_that_has_seen_enough(self) -> None:
-        for name, arguments in PROGRAMS.items():
+        for name, arguments in self.programs.items():
             with self.subTest(name), self.start(name, *arguments) as program:
                 program.stdout.close()  # as `| head -1` does
                 self.assertEqual((program.wait(), program.stderr.read()), (0, ""))
 
     @unittest.skipUnless(Path("/dev/full").exists(), "no file here stands for a full disk")
     def test_a_full_disk(self) -> None:
-        for name, arguments in PROGRAMS.items():
+        for name, arguments in self.programs.items():
             with self.subTest(name), open("/dev/full", "w", encoding="utf-8") as full:
                 with self.start(name, *arguments, stdout=full) as program:
                     self.assertRegex(program.stderr.read(), r"\Aerror: [^\n]*No space left[^\n]*\n\Z")
@@ -109,8 +110,7 @@ class ProgramsTest(unittest.TestCase):
 
     def test_the_exit_code_tells_when_standard_error_cannot(self) -> None:
         """It is closed, or the disk is full: bad input is exit code 2 all the same."""
-        bad = {"schema": ("--unknown",), "workloads": ("--rate", "0"), "driver": ("--fixture", "nothing.json")}
-        for name, arguments in bad.items():
+        for name, arguments in self.bad.items():
             closing = ("import os, sys; os.close(2); "
                        f"os.execv(sys.executable, [sys.executable, '-m', 'starter.{name}', *{arguments}])")
             with self.subTest(name):

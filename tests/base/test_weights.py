@@ -1,15 +1,13 @@
-"""Weights: names and shapes, seeded drawing, checks, fingerprint, files written whole."""
+"""Weights: names and shapes, seeded drawing, checks, fingerprint."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 import struct
-import tempfile
 import unittest
 from array import array
 from math import inf, nan, prod
-from pathlib import Path
 from unittest import mock
 
 from starter.base.weights import (
@@ -22,7 +20,6 @@ from starter.base.weights import (
     tensor_shapes,
     weights_digest,
 )
-from starter.checkpoints.files import open_checkpoint, replace_file
 from starter.errors import SchemaError
 from starter.schema import ModelConfig
 
@@ -199,45 +196,6 @@ class DigestTest(unittest.TestCase):
             self.assertEqual(little_endian(values), struct.pack(">2f", 1.5, -2.0))
             self.assertEqual(float32_array(struct.pack(">2f", 1.5, -2.0)), values)
         self.assertEqual(values.tolist(), [1.5, -2.0])
-
-
-class FilesTest(unittest.TestCase):
-    def setUp(self) -> None:
-        temporary = tempfile.TemporaryDirectory()
-        self.addCleanup(temporary.cleanup)
-        self.folder = Path(temporary.name)
-
-    def test_whatever_cannot_be_opened_is_a_schema_error_that_names_it(self) -> None:
-        for path in (self.folder / "missing", self.folder, "a\0b", ""):
-            with self.subTest(path=path), self.assertRaisesRegex(SchemaError, "cannot") as caught, \
-                    open_checkpoint(path):
-                self.fail("it was opened")
-            self.assertIn(str(path), str(caught.exception))
-
-    def test_what_the_reader_finds_wrong_names_the_file_and_keeps_its_pointer(self) -> None:
-        (self.folder / "file").write_bytes(b"abc")
-        with self.assertRaisesRegex(SchemaError, "file: broken") as caught, \
-                open_checkpoint(self.folder / "file") as (file, size):
-            self.assertEqual((file.read(), size), (b"abc", 3))
-            raise SchemaError("broken", "/x")
-        self.assertEqual(caught.exception.path, "/x")
-        with self.assertRaisesRegex(SchemaError, "cannot read .*file"), open_checkpoint(self.folder / "file"):
-            raise OSError(5, "Input/output error")
-
-    def test_a_failed_write_leaves_the_old_file_and_nothing_else(self) -> None:
-        target = self.folder / "file"
-        replace_file(target, [b"old"])
-
-        def chunks():
-            yield b"new, but"
-            raise ValueError("broken off")
-
-        with self.assertRaisesRegex(ValueError, "broken off"):
-            replace_file(target, chunks())
-        self.assertEqual(target.read_bytes(), b"old")
-        replace_file(str(target), [b"ne", b"w"])
-        self.assertEqual(target.read_bytes(), b"new")
-        self.assertEqual(list(self.folder.iterdir()), [target])
 
 
 if __name__ == "__main__":

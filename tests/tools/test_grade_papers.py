@@ -11,7 +11,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from scripts import report
-from scripts.grading.papers import ENOUGH, SECTIONS, design, figures, sections, timelines
+from scripts.grading.check_papers import ENOUGH, SECTIONS, design, figures, sections, timelines
 from tests.paths import ROOT, TIMELINE
 
 WORDS = "word " * ENOUGH

@@ -18,11 +18,11 @@ from tests.paths import ROOT
 sys.path.insert(0, str(ROOT))
 
 from scripts.grading import wire
-from scripts.grading.remote import JudgeWire
+from scripts.grading.judge_wire import JudgeWire
 from scripts.grading.wire import Gone
 
 with mock.patch.dict(sys.modules, wire=wire):  # the worker imports it from its own folder
-    from scripts.grading.lent import Foreign, WorkerWire
+    from scripts.grading.worker_wire import Foreign, WorkerWire
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from unittest import mock
 
 from scripts import check_docs, release_student
 from scripts.release_student import (
-    MEANWHILE,
+    PLACEHOLDERS,
     ROOT,
     TABLE,
     ReleaseError,
@@ -96,7 +96,8 @@ class ReleasedTest(unittest.TestCase):
     def test_private_helpers_of_solutions_are_gone(self) -> None:
         for module, helpers in {"scheduler": "_plan_admissions _plan_decodes _plan_prefills _preempt _held",
                                 "kv_cache": "_shared_among _copy_pages _find_prefix", 
-                                "quantization": "_pack_row _round_up_to_float32 _scale", "backend": "_attend_part"}.items():
+                                "quantization": "_pack_row _round_up_to_float32 _scale",
+                                "backend": "_attend_part"}.items():
             self.assertLessEqual(set(helpers.split()), {name.rpartition(".")[2] for name, _ in functions(
                 tree(ROOT, module))})
             text = (self.out / source_of(module).relative_to(ROOT)).read_text(encoding="utf-8")
@@ -111,7 +112,7 @@ class ReleasedTest(unittest.TestCase):
             mine = set(source_of(module).read_text(encoding="utf-8").splitlines())
             theirs = (self.out / source_of(module).relative_to(ROOT)).read_text(encoding="utf-8").splitlines()
             new = {line.strip() for line in theirs if line not in mine and "still to be written" not in line}
-            written = MEANWHILE.read_text(encoding="utf-8") + json.dumps(self.table)
+            written = PLACEHOLDERS.read_text(encoding="utf-8") + json.dumps(self.table)
             self.assertEqual({line for line in new if json.dumps(line)[1:-1] not in written and line not in written},
                              set(), module)
 
@@ -162,7 +163,7 @@ class ReleasedTest(unittest.TestCase):
     def test_the_handout_names_all_that_is_to_be_written(self) -> None:
         """In the chapter of its milestone, beside its file."""
         work = [(milestone, name) for milestone, names in self.table["stubs"].items() for name in names]
-        work += [(milestone, name) for name, milestone in self.table["meanwhile"].items()]
+        work += [(milestone, name) for name, milestone in self.table["placeholders"].items()]
         for document in ("handout.md", "handout.zh.md"):
             text = (self.out / "docs" / document).read_text(encoding="utf-8")
             chapters = {chapter[:2]: chapter for chapter in text.split("\n## ")}
@@ -221,7 +222,7 @@ class TableTest(unittest.TestCase):
     def test_a_name_that_is_gone_is_an_error(self) -> None:
         for change, said in (({"stubs": {"M2": ["kv_cache.KVCacheManager.alocate"]}}, "kv_cache.py has no .*alocate"),
                              ({"files": ["no such file"]}, "no file no such file"),
-                             ({"meanwhile": {"scheduler.gone": "M3"}}, "has no scheduler.gone"),
+                             ({"placeholders": {"scheduler.gone": "M3"}}, "has no scheduler.gone"),
                              ({"edits": {"starter/engine.py": [["no such line", ""]]}}, "0 times")):
             table = {**json.loads(TABLE.read_text(encoding="utf-8")), **change}
             with self.subTest(said=said), tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,8 @@
-"""The worker's end of the wire: it holds the submission's objects and does with them what the judge asks for."""
+"""The worker's end of the wire: it keeps the submission's objects and carries out the judge's requests on them.
+
+The submission runs in the worker's process. The other end is ``judge_wire.py``, the protocol ``wire.py``. This file is
+copied beside the submission (``sandbox.py``), so it imports ``wire`` by its bare name.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,15 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
 
-from wire import PLAIN, SPECIAL, Wire  # beside this file, which runs without the teacher's tree
+from wire import PLAIN, SPECIAL, Wire
 
-AHEAD = 32  # answers to reads that are given together
+AHEAD = 32  # how many answers to consecutive reads are sent together
 
 
 class Foreign:
-    """An object of the judge. Functions and other objects differ in what may be asked of them."""
+    """An object of the judge, which answers for its attributes and calls."""
 
     def __init__(self, wire, number):
         self.__dict__.update(_wire=wire, _number=number)
@@ -24,7 +29,7 @@ class Foreign:
         if name.startswith("__"):
             raise AttributeError(name)
         found = self._wire.ask("get", self._number, name)
-        if isinstance(found, MethodType):  # the judge only hands it on, and will always do so
+        if isinstance(found, MethodType):  # the judge answers with the same method every time
             self.__dict__[name] = found
         return found
 
@@ -35,14 +40,18 @@ class Foreign:
 
 
 class WorkerWire(Wire):
-    """The worker's end. It does whatever the judge asks for."""
+    """The worker's end. It carries out every request of the judge."""
 
     def __init__(self, reader, writer):
         super().__init__(reader, writer)
-        self._held, self._counts, self._foreign, self._told, self._errors = {}, Counter(), {}, set(), {}
+        self._held: dict[int, Any] = {}
+        self._foreign: dict[int, Foreign] = {}
+        self._errors: dict[str, Any] = {}
+        self._told: set[type] = set()
+        self._counts: Counter[int] = Counter()
 
     def answer(self, request):
-        """A request begins with the objects that the judge no longer uses."""
+        """A request starts with the numbers of objects that the judge no longer uses."""
         drops, *rest = request
         self._drop(drops)
         super().answer(rest)
@@ -70,7 +79,7 @@ class WorkerWire(Wire):
 
     def _read_ahead(self, method, head, first):
         found = [method(*head, first)]
-        with suppress(Exception):  # whoever really asks for the one that fails will be told
+        with suppress(Exception):  # the call that really asks for the failing one gets its error
             for place in range(first + 1, first + AHEAD):
                 found.append(method(*head, place))
         return tuple(found)
@@ -111,13 +120,13 @@ class WorkerWire(Wire):
         return self._encode_object(value, kind)
 
     def encode_argument(self, value):
-        """Rows of numbers, which the judge hands on without a look, are not copied."""
+        """Rows of numbers are not copied: the judge only passes them on."""
         return self._encode_object(value, list) if type(value) is list and value and type(value[0]) is list else \
             self.encode(value)
 
     def _encode_object(self, value, kind):
         data = {"o": self._hold(value), "c": id(kind)}
-        frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen
+        frozen = is_dataclass(kind) and vars(kind)["__dataclass_params__"].frozen
         if kind not in self._told:  # classes are kept, so their ids are theirs alone
             self._told.add(kind)
             methods = [] if isinstance(value, (type, ModuleType)) else [
@@ -174,7 +183,7 @@ class WorkerWire(Wire):
     def decode_error(self, data):
         if data["r"] in self._held:
             return self._held[data["r"]]
-        kind = self._errors.get(data["name"]) or getattr(builtins, data["name"], RuntimeError)
+        kind: Any = self._errors.get(data["name"]) or getattr(builtins, data["name"], RuntimeError)
         try:
             return kind(data["text"])
         except Exception:

@@ -1,4 +1,4 @@
-"""Peers (``scripts/peers.py``) as contestants that decode, at the positions where our engine does."""
+"""Other engines (``scripts/peers.py``) in the benchmarks: each decodes at the same positions as ours, and is timed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def transformers(config: ModelConfig, weights: Weights, batch: int, tokens: int)
 
 
 def generating(peer: Transformers, batch: int, tokens: int, prompt: int = PROMPT) -> Run:
-    """``generate`` of so many new tokens, less one of a single new token: the prompt is not counted."""
+    """``generate`` of ``tokens`` new tokens, minus the time for a single new token: the prompt does not count."""
     prompts = random_prompts(batch, prompt, peer.model.config.vocab_size)
 
     def seconds(count: int) -> float:
@@ -54,7 +54,7 @@ def generating(peer: Transformers, batch: int, tokens: int, prompt: int = PROMPT
 
 
 def decoding(peer: LlamaCpp, batch: int, tokens: int, prompt: int, vocabulary: int) -> Run:
-    """llama.cpp, so many sequences in a batch."""
+    """llama.cpp with ``batch`` sequences in a batch."""
     prompts = random_prompts(batch, prompt, vocabulary)
 
     def run() -> float:

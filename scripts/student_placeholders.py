@@ -1,5 +1,5 @@
-"""Simple bodies for functions of the students' project that earlier milestones need, until their own milestone is
-solved (see release_student.py). Only the bodies count; names are those of the module that they go to.
+"""Simple bodies for functions that a student's earlier milestones need, until the function's own milestone is solved
+(see release_student.py). Only the bodies are used; the names in them belong to the module that they are copied to.
 
     class <module>:
         class <Class>:
@@ -30,7 +30,7 @@ class scheduler:
             return self._decision(plan)
 
         def _provide_pages(self, plan, sequence):
-            # M4: for now there have to be enough. Replace this: somebody has to give pages back, and to go on later.
+            # M4: for now the pool must have enough pages. Replace this: one sequence gives its pages back, and resumes.
             try:
                 self._pages.reserve(sequence.handle, sequence.known)
             except OutOfPagesError as refusal:
@@ -62,7 +62,7 @@ class core:
 
 class driver:
     def main(arguments=None):
-        # While something is missing, say what, and be content with what is there.
+        # Until everything is written: say what is missing, and end with exit code 0 all the same.
         from starter.base.console import to_be_written
         options = make_parser(__doc__).parse_args(arguments)
 

@@ -1,13 +1,13 @@
-"""What is said on paper, as far as a program can check it: python3 papers.py FOLDER TEACHER prints it as JSON.
+"""Checks the papers of a submission as far as a program can: python3 check_papers.py FOLDER TEACHER, prints JSON.
 
-    design      of DESIGN.md, words under each heading beyond the template's; headings that are missing or empty
-    timelines   of each *.jsonl: is it one, does it keep its promises (``starter check``), are the greedy tokens in it
-                what its model says
-    figures     of each Markdown file with linked figures: the first that its file does not give (scripts/report.py)
+    design      DESIGN.md: the words under each heading that are not the template's; headings that are missing or empty
+    timelines   every *.jsonl: is it a timeline, does it keep its promises (``starter check``), and are its greedy
+                tokens those that its model gives
+    figures     every Markdown file with linked figures: the first figure that its source does not give
+                (scripts/report.py)
 
-Everything is read with the teacher's code. The folder comes from a student, so this runs behind walls, and for a
-limited time (``grade.py`` sees to both). It gives no points: it tells the marker what to look at, and where a line ends
-at 0.
+The checks are the teacher's code, the files are a student's, so ``grade.py`` runs this in the sandbox and for a limited
+time. It awards no points: it shows the marker where to look, and which line of the rubric gets 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MANY = 20  # files of a kind; more are not read
 SHORT = 32  # tokens of a request that is computed again
 TRIED = 2  # such requests of a timeline
 LONGEST = 500  # characters of a sentence, or of a heading
-HEADINGS = 200  # that are told of
+HEADINGS = 200  # that are listed
 SECTIONS = ("Layout", "Lifecycles", "Choices", "Sources", "Measurements", "Failure cases")
 
 
@@ -53,7 +53,9 @@ def design(folder, teacher):
 def sections(text, known=()):
     """{heading: words under it, those under its subheadings included}. Comments, "..." and known lines do not count."""
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
-    counts, open_ones, fenced = {}, [], False
+    counts: dict[str, int] = {}
+    open_ones: list[tuple[int, str]] = []
+    fenced = False
     for line in text.splitlines():
         fenced ^= line.startswith("```")
         if not fenced and (found := HEADING.match(line)):
@@ -68,7 +70,7 @@ def sections(text, known=()):
 
 
 def timelines(folder):
-    """{file: what was found}: {"events", "violations", "wrong": sentences}."""
+    """Of each timeline, by file: {"events", "violations", "wrong": sentences}."""
     from starter.errors import EngineError
     from starter.observe.audit import Audit
     from starter.observe.timeline_file import read_timeline
@@ -84,29 +86,31 @@ def timelines(folder):
                            "wrong": [sentence[:LONGEST] for sentence in wrong]}
         except EngineError as error:
             found[name] = {"events": 0, "violations": 0, "wrong": [f"cannot be read: {error}"[:LONGEST]]}
-        except Exception as error:  # the file is a student's; whatever it breaks is said of it
+        except Exception as error:  # the file is a student's: any failure is a finding
             problem = f"breaks the check: {type(error).__name__}: {error}"[:LONGEST]
             found[name] = {"events": 0, "violations": 0, "wrong": [problem]}
     return found
 
 
 def false_tokens(events, folder):
-    """Sentences about short greedy requests whose tokens are not what the model in the header says."""
+    """A sentence for each short greedy request whose tokens are not those of the model in the header."""
     from starter.errors import EngineError
     from starter.observe.replay import load_recorded
     from starter.reference import reference_generate
     header = events[0]
     if header["settings"].get("kv_quantization") or not header.get("weights"):
         return []
-    told = {}
+    told: dict[str, tuple[list[int], list[int]]] = {}
     for event in events:
         if event["event"] == "submit" and not event.get("sampling") and len(told) < 1_000:
             told[event["request"]] = (event["prompt_tokens"], [])
         elif event["event"] == "token" and event["request"] in told:
             told[event["request"]][1].append(event["token"])
     short = sorted((len(prompt) + len(tokens), name) for name, (prompt, tokens) in told.items() if tokens)[:TRIED]
+    if not short:
+        return []
     try:
-        model = load_recorded(header, folder).model if short else None
+        model = load_recorded(header, folder).model
     except EngineError as error:
         return [f"its model cannot be loaded: {error}"]
     wrong = []
@@ -118,7 +122,7 @@ def false_tokens(events, folder):
 
 
 def figures(folder):
-    """Of the Markdown files that have any: {file: {"links": figures that name their file, "wrong": sentence or ""}}."""
+    """Of each Markdown file with linked figures: {"links": how many, "wrong": a sentence or ""}."""
     from scripts.report import LINK, Checker
     from starter.errors import EngineError
     found = {}

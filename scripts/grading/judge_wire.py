@@ -1,7 +1,7 @@
 """The judge's end of the wire: the submission's objects as seen from outside.
 
-Nothing here runs code that came over the wire: names and numbers do, and ``_class`` makes classes of them that hold
-nothing but what forwards.
+No code comes over the wire, only names and numbers. ``_class`` makes classes of them whose methods forward to the
+worker and do nothing else.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import make_dataclass
 from pathlib import Path
 from time import monotonic
 from types import FunctionType, MethodType
+from typing import Any
 from weakref import WeakValueDictionary
 
 from .wire import PLAIN, SPECIAL, Wire
@@ -22,7 +23,10 @@ READS = ("page", "read")  # methods that change nothing; of these the next answe
 class Remote:
     """An object of the worker."""
 
-    _wire, _id, _known, _methods = None, 0, {}, frozenset()
+    _wire: JudgeWire
+    _id = 0
+    _known: dict[str, Any] = {}  # noqa: RUF012  each object gets one of its own
+    _methods: frozenset[str] = frozenset()
 
     def __getattr__(self, name):
         if name in self._known:
@@ -69,19 +73,23 @@ class Method:
         return wire.ask("method", number, self.name, wire.encode(arguments), wire.encode(keywords))
 
 
-class List(list):
+class List(list[Any]):
     """A list of the worker, as it was when it came; handed back, it is that very list."""
 
     __slots__ = ("origin", "wire")
+    origin: int
+    wire: JudgeWire
 
     def __del__(self):
         self.wire.dropped.append(self.origin)
 
 
-class Dict(dict):
+class Dict(dict[Any, Any]):
     """The same for a dictionary."""
 
     __slots__ = ("origin", "wire")
+    origin: int
+    wire: JudgeWire
 
     def __del__(self):
         self.wire.dropped.append(self.origin)
@@ -97,10 +105,11 @@ class JudgeWire(Wire):
     def __init__(self, reader, writer, lent=()):
         super().__init__(reader, writer)
         self.lent, self.dropped = lent, []
-        self._objects = WeakValueDictionary()
+        self._objects: WeakValueDictionary[int, Remote] = WeakValueDictionary()
         self._classes, self._errors, self._given = {}, {}, {}
         self._requests, self._last, self._ahead = 0, None, []  # how many there were; the last read; what follows it
-        self._got = (None, 0.0, None)  # the last attribute: (request, object, name), when, and its value
+        # The last attribute: (request, object, name), when, and its value
+        self._got: tuple[Any, float, Any] = (None, 0.0, None)
 
     def module(self, name):
         """A module of the worker's process."""
@@ -201,13 +210,9 @@ class JudgeWire(Wire):
             if "t" in data:
                 return tuple(map(self.decode, data["t"]))
             if "l" in data:
-                found = List(map(self.decode, data["l"]))
-                found.origin, found.wire = int(data["r"]), self
-                return found
+                return self._of_origin(List(map(self.decode, data["l"])), data)
             if "d" in data:
-                found = Dict((self.decode(key), self.decode(item)) for key, item in data["d"])
-                found.origin, found.wire = int(data["r"]), self
-                return found
+                return self._of_origin(Dict((self.decode(key), self.decode(item)) for key, item in data["d"]), data)
             if "b" in data:
                 return bytes.fromhex(data["b"])
             if "s" in data:
@@ -219,6 +224,10 @@ class JudgeWire(Wire):
             return self._remote(data)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
             raise self.fault("a value that is none") from None
+
+    def _of_origin(self, found, data):
+        found.origin, found.wire = int(data["r"]), self
+        return found
 
     def _remote(self, data):
         number = int(data["o"])
@@ -236,11 +245,11 @@ class JudgeWire(Wire):
 
     def _class(self, known):
         """A subclass of Remote that has what Python looks for on classes."""
-        space = {"_wire": self, "_methods": frozenset(map(str, known["methods"]))}
+        space: dict[str, Any] = {"_wire": self, "_methods": frozenset(map(str, known["methods"]))}
         space.update((name, _special(name)) for name in known["special"] if name in SPECIAL)
         if known["fields"] is not None:
             named = make_dataclass("Named", [str(name) for name in known["fields"]])
-            space["__dataclass_fields__"] = named.__dataclass_fields__
+            space["__dataclass_fields__"] = vars(named)["__dataclass_fields__"]
         return type(str(known["name"]), (Remote,), space)
 
     def _error_class(self, data):
