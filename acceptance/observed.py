@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from harness import PATIENCE, TIMELINES, TOLERANCE, Clock, Meter, tiny_scenario
 from oracle import Oracle
@@ -57,11 +57,12 @@ class Run:
         self.scenario = scenario or tiny_scenario(case.rng)
         self.weights_seed = case.rng.randrange(2**31) if weights_seed is None else weights_seed
         self.clock = Clock()
-        self.meter: Any = meter or Meter()  # a backend, by what it can do
+        self.meter = meter or Meter()
         self.settings = {"page_size": 4, "num_pages": 64, "budget_tokens": 16, "max_running": 4, "quantization": None,
                          "kv_quantization": None, "prefix_sharing": False, **settings}
         self.engine = starter.InferenceEngine.from_scenario(
-            self.scenario, backend=self.meter, weights_seed=self.weights_seed, clock=self.clock, **self.settings)
+            self.scenario, backend=cast("Any", self.meter), weights_seed=self.weights_seed, clock=self.clock,
+            **self.settings)
         case.engines.append(self.engine)
         case.addCleanup(self.engine.close)
         if TIMELINES:

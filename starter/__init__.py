@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .backend import load_backend as load_backend
+    from .base.version import __version__ as __version__
     from .engine import InferenceEngine as InferenceEngine
     from .errors import BackendError as BackendError
     from .errors import CapacityError as CapacityError
@@ -51,9 +52,9 @@ if TYPE_CHECKING:
     from .schema import TokenEvent as TokenEvent
     from .schema import load_scenario as load_scenario
 
-__version__ = "0.5.0"
 
 _HOME = {
+    "base.version": "__version__",
     "errors": "EngineError SchemaError RequestError DuplicateRequestError CapacityError QueueFullError "
               "PoolTooSmallError UnknownRequestError "
               "OutOfPagesError StaleHandleError QuantizationError BackendError MissingWingError",

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, Union
 
-from . import __version__
 from .backend import Batch, Piece
+from .base.version import __version__
 from .base.wings import wing
 from .errors import CapacityError, DuplicateRequestError, EngineError, QueueFullError
 from .kv_cache import KVCacheManager, KVHandle, KVStore

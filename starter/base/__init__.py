@@ -12,4 +12,5 @@ Nothing here knows of pages, batches or steps, so you can read the spine without
     console.py        lines, tables and progress on a terminal; exit codes
     options.py        the driver's options, and which of them go together
     wings.py          how the spine reaches a wing by name
+    version.py        the version
 """

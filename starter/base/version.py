@@ -1,0 +1,3 @@
+"""The version of the project, which every timeline carries in its header."""
+
+__version__ = "0.5.0"
