@@ -107,11 +107,10 @@ def run_scenario(options: argparse.Namespace, console: Console) -> int:
     aside = Console(sys.stderr, quiet=options.quiet or not options.json)  # progress, when stdout is kept for JSON
     with console.working(f"loading {scenario.name}"), aside.working(f"loading {scenario.name}"):
         engine = InferenceEngine.from_scenario(scenario, _backend(options), clock=_clock(options))
-    with engine:
-        with _recorded(engine, options), aside.working() as progress:
-            events, refused = _play(engine, scenario, console, progress)
-        verdicts = compare(scenario, tokens_of(events))
+    with _recorded(engine, options), engine, aside.working() as progress:
+        events, refused = _play(engine, scenario, console, progress)
         metrics = engine.metrics()
+    verdicts = compare(scenario, tokens_of(events))
     if options.json:
         print_json({"scenario": scenario.name, "backend": engine.model.backend.name,
                     "tokens": tokens_of(events), "refused": refused, "golden": verdicts, "metrics": metrics.to_dict()})
@@ -123,7 +122,8 @@ def run_scenario(options: argparse.Namespace, console: Console) -> int:
 
 @contextmanager
 def _recorded(engine: InferenceEngine, options: argparse.Namespace) -> Iterator[None]:
-    """Write the timeline while the block runs, and at its end the trace and the report, where asked for."""
+    """Write the timeline while the block runs, and at its end the trace and the report, where asked for. The engine is
+    closed within the block, so that the ends of an interrupted run are on record, too."""
     writers = []
     if options.trace is not None:
         writers.append((wing("observe.perfetto", "--trace").write_chrome_trace, options.trace))
@@ -173,7 +173,7 @@ def run_prompts(options: argparse.Namespace, console: Console) -> int:
     with console.working(f"loading {options.checkpoint}") as progress:
         loaded = reader.load_checkpoint_model(options.checkpoint, _backend(options), quantization, progress)
     engine = InferenceEngine(loaded, settings, _clock(options))
-    with engine, _recorded(engine, options):
+    with _recorded(engine, options), engine:
         sampling = SamplingParams(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
                                   n=options.n, stop=options.stop)
         texts: dict[str, str] = {}
@@ -384,7 +384,9 @@ def print_verdict(given: Scenario, played: Scenario, verdicts: dict[str, str], c
     if played.golden is None:
         console.line("This scenario has no golden tokens to compare with.")
     elif not differing:
-        console.line(f"All {len(verdicts)} outputs equal the golden tokens.")
+        others = len(played.requests) - len(verdicts)
+        without = f"; {counted(others, 'request')} more without golden tokens" if others else ""
+        console.line(f"All {len(verdicts)} outputs equal the golden tokens{without}.")
     elif quantized == golden_quantized:
         console.line(f"The output DIFFERS from the golden tokens: {', '.join(differing)}")
         return EXIT_DIFFERS
