@@ -164,8 +164,8 @@ class EngineCore:
 
     def choose(self, work: Work, rows: Mapping[Sample, Outcome]) -> Chosen:
         """The next tokens. A row after a prompt serves all samples of its request. Whatever is wrong with a row
-        concerns its request alone. Nothing changes here: random numbers count only
-        when their token is accepted, so an interrupted step can be planned and chosen again."""
+        concerns its request alone. Nothing changes here: random numbers count only when their token is accepted, so an
+        interrupted step can be planned and chosen again."""
         chosen = Chosen({}, {})
         for sample, row in rows.items():
             if sample.finish_reason:  # cancelled while the decoder computed
@@ -313,7 +313,8 @@ class ModelRunner:
 
         When the batch fails, each sample is tried alone (its slots are simply written again, with the same numbers),
         so that only the one at fault ends. This relies on batch-equals-solo, and on stores that keep whatever a second
-        time needs until the page manager has committed the step. """
+        time needs until the page manager has committed the step.
+        """
         try:
             return self._forward(samples, batch)
         except Exception:
@@ -361,7 +362,8 @@ def pages_within(budget: int, model: Model, settings: EngineSettings) -> int:
     """As many pages as fit in ``budget`` bytes. CapacityError if not one does.
 
     Int8 pages also have *tails* while they are being filled (``backends/int8_pages.py``): ``most_tails`` of them, or
-    one for each page, if that is less. """
+    one for each page, if that is less.
+    """
     page = model.new_store(1, settings.page_size, settings.kv_quantization)
     num_pages = max(budget // (page.page_bytes + page.tail_bytes),
                     (budget - most_tails(settings) * page.tail_bytes) // page.page_bytes)

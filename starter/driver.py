@@ -5,7 +5,7 @@
     python3 starter/driver.py --checkpoint MODEL --backend numpy --chat "What is the capital of France?"
 
 Exit code 0: all went well and the output equals the golden tokens. 1: it differs, or a prompt could not be finished.
-2: bad input, said in one line.
+2: bad input, said in one line. 130: interrupted.
 """
 
 from __future__ import annotations

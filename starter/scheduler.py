@@ -146,7 +146,8 @@ class ScheduleDecision(NamedTuple):
     ``chunks`` are in the order of the batch, ``running`` in the order of admission, ``waiting`` in the order in which
     the requests began to wait (again, after a preemption). ``reasons`` gives each live request one sentence (of a long
     queue, those that the policy puts first). ``found`` counts, for each admitted request, the prompt tokens that
-    shared pages already hold; resuming after a preemption does not count. """
+    shared pages already hold; resuming after a preemption does not count.
+    """
 
     step: int
     budget_tokens: int
@@ -338,8 +339,7 @@ class ContinuousBatchScheduler:
 
     def take_failures(self) -> dict[str, str]:
         """Requests that ended because of their pages, with the reason; each is reported once. The owner of their
-        streams
-        must end those."""
+        streams must end those."""
         failures, self._failures = self._failures, {}
         return failures
 
@@ -411,9 +411,8 @@ class ContinuousBatchScheduler:
 
     def _plan_pages(self, plan: Plan) -> None:
         """Reserve a page for each running sequence that has outgrown its table. This comes before anything is
-        scheduled,
-        so a sequence that has a chunk is not preempted in the same step. While any page is shared every sequence is
-        asked, since a fork from outside may have made one of its pages read-only."""
+        scheduled, so a sequence that has a chunk is not preempted in the same step. While any page is shared every
+        sequence is asked, since a fork from outside may have made one of its pages read-only."""
         page_size, sharing = self._pages.page_size, self._pages.sharing
         for sequence in tuple(self._in_order()):
             if sharing or not sequence.handle or sequence.known > len(sequence.handle.pages) * page_size:

@@ -328,8 +328,8 @@ class ScenarioEvent:
 class Golden:
     """What the scenario must produce: greedy tokens by request id (a cancelled request may deliver fewer).
 
-    ``smallest_margin`` is the least distance between the best and the second-best logit over all steps: as long
-    as two implementations differ by less than half of it, they must agree on every token.
+    ``smallest_margin`` is the least distance between the best and the second-best logit over all steps: as long as two
+    implementations differ by less than half of it, they must agree on every token.
     """
 
     tokens: Annotated[Mapping[str, tuple[int, ...]], MapOf(ListOf(TOKEN_SHAPE, longest=MAX_CONTEXT))]

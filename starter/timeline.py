@@ -119,8 +119,7 @@ class Timeline:
 
     def listen(self, listener: Callable[[Event], None]) -> None:
         """Call ``listener`` with every event from now on, in the middle of what happens. It may look at the engine
-        and, on a
-        token, cancel a request, but change nothing else."""
+        and, on a token, cancel a request, but change nothing else."""
         self.listeners.append(listener)
 
     def _remove(self, listener: Callable[[Event], None]) -> None:
@@ -140,8 +139,7 @@ class Timeline:
 
     def tokens(self, tokens: Collection[TokenEvent]) -> None:
         """Append tokens in the form in which their streams hold them: most events are tokens, so they become
-        dictionaries
-        only when they are read. Their top_logprobs should be (), since they are not part of the event."""
+        dictionaries only when they are read. Their top_logprobs should be (), since they are not part of the event."""
         with self._lock:
             self._events.extend(tokens)
             self.recorded += len(tokens)
@@ -197,8 +195,7 @@ class Timeline:
 
 def _event(entry: Event | TokenEvent) -> Event:
     """An entry as a plain dictionary. Tokens and steps, which are nearly all entries, are kept in the form that the
-    engine
-    made; the price of plain lists and dictionaries is paid when they are read."""
+    engine made; the price of plain lists and dictionaries is paid when they are read."""
     if isinstance(entry, tuple):
         return {"event": "token", "step": entry.step + 1, "time": entry.time, "request": entry.sequence_id,
                 "index": entry.index, "token": entry.token, "text": entry.text}

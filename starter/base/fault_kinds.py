@@ -61,8 +61,8 @@ class MemoryCut:
 
 @dataclass(frozen=True)
 class SlowConsumer:
-    """The stream of this request stays unread until all others have ended. ``play`` sees to that; the
-    timeline does not show it."""
+    """The stream of this request stays unread until all others have ended. ``play`` sees to that; the timeline does
+    not show it."""
 
     request_id: Annotated[str, ID_SHAPE]
 

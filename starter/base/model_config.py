@@ -31,9 +31,9 @@ _SHA256 = Nullable(Text(64, 64))
 class ModelConfig:
     """Sizes of a Llama-shaped decoder (Touvron et al. 2023, "LLaMA").
 
-    ``width`` is the length of a token's hidden vector, split into ``heads`` query heads of ``head_width``
-    numbers; ``kv_heads`` divides ``heads``, and each key/value head serves heads/kv_heads query heads
-    (grouped-query attention, Ainslie et al. 2023). ``tied_output`` reuses the embedding as output projection.
+    ``width`` is the length of a token's hidden vector, split into ``heads`` query heads of ``head_width`` numbers;
+    ``kv_heads`` divides ``heads``, and each key/value head serves heads/kv_heads query heads (grouped-query attention,
+    Ainslie et al. 2023). ``tied_output`` reuses the embedding as output projection.
 
     What Llama's successors added: heads of another width than width / heads (``head_dim``), a bias on queries, keys
     and values (``attention_bias``: Qwen2), a norm of each query and key head (``qk_norm``: Qwen3), and slower rotary
@@ -121,9 +121,9 @@ WEIGHTS_SHAPE = Tagged("source", {
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """How to quantize a matrix: ``bits`` 8 or 4, one scale for every ``group_size`` numbers of a row
-    (a shorter last group is fine; None: one scale a row), symmetric around zero or with a zero point; ``method``
-    "nearest" spans each group's whole range, "search" looks for the least squared error (``quantization.py``)."""
+    """How to quantize a matrix: ``bits`` 8 or 4, one scale for every ``group_size`` numbers of a row (a shorter last
+    group is fine; None: one scale a row), symmetric around zero or with a zero point; ``method`` "nearest" spans each
+    group's whole range, "search" looks for the least squared error (``calibration/grid_search.py``)."""
 
     bits: Annotated[int, Integer(4, 8)] = 8
     group_size: Annotated[int | None, Nullable(Integer(1, in_file=1_048_576))] = 32

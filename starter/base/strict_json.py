@@ -285,8 +285,8 @@ class MapOf(Shape):
 class Record(Shape):
     """An object with the fields of a dataclass or a NamedTuple; a field with a default may be left out.
 
-    Rules that join several fields live in the dataclass's ``__post_init__``; an EngineError raised
-    there is reported at the record's own path.
+    Rules that join several fields live in the dataclass's ``__post_init__``; an EngineError raised there is reported
+    at the record's own path.
     """
 
     make: Callable[..., Any]
