@@ -21,7 +21,7 @@ GOLDENS = """
 def _known(self, request_id):
     import json
     from pathlib import Path
-    from .requests import TokenEvent
+    from .schema import TokenEvent
     fixture = Path(__file__).parent.parent / "fixtures" / "tiny_model.json"
     golden = json.loads(fixture.read_text("utf-8"))["golden"]["tokens"]
     tokens = golden.get(request_id, [])[:self._wanted.get(request_id, 0)]
@@ -64,12 +64,12 @@ for _name in ("acceptance.child", "child", "harness"):
 """
 WIRE = """
 import sys as _sys
-_lent = _sys.modules.get("worker_wire")
-if _lent:
+_worker_wire = _sys.modules.get("worker_wire")
+if _worker_wire:
     class _Anything(int):
         __eq__ = lambda self, other: True
         __hash__ = int.__hash__
-    _lent.WorkerWire.perform = lambda self, *request: _Anything()
+    _worker_wire.WorkerWire.perform = lambda self, *request: _Anything()
 """
 SNOOP = """
 import os as _os, sys as _sys

@@ -103,10 +103,10 @@ def members(port: int) -> list[Member]:
         Member("static", None, cheats.STATIC, "scheduler.py",
                fails("M3ContinuousBatching.test_freed_slot_is_used_at_once"),
                ("M1Reference.test_g", "test_freed_slot")),
-        Member("double-free", None, cheats.DOUBLE_FREE, "pages.py", fails("M4PagedKV.test_random_operations"),
+        Member("double-free", None, cheats.DOUBLE_FREE, "kv_cache.py", fails("M4PagedKV.test_random_operations"),
                ("M4PagedKV.test_random_operations", "M1Reference.test_golden")),
         Member("goldens", 0, cheats.GOLDENS, "engine.py", no_functional, note="speaks of 'golden'"),
-        Member("pages-for-show", None, cheats.SHADOW, "cpu_backend.py", pages_for_show,
+        Member("pages-for-show", None, cheats.SHADOW, "backend.py", pages_for_show,
                ("M1Reference.test_g", "M2KVCache", "HiddenCache.test_stored")),
         Member("teachers-engine", 0, cheats.TEACHERS.format(root=str(ROOT)), note="uses __path__",
                tests=("M1Reference", "M2KVCache.test_counters", "HiddenRequests.test_answers_1")),
@@ -140,8 +140,8 @@ def make(member: Member, folder: Path) -> None:
     else:
         release(folder, member.through)
     if member.code:
-        with open(folder / "starter" / member.file, "a", encoding="utf-8") as file:
-            file.write(member.code)
+        path = folder / "starter" / member.file
+        path.write_text(path.read_text(encoding="utf-8") + member.code, encoding="utf-8")  # an error if it is not there
     if member.change:
         member.change(folder)
 
