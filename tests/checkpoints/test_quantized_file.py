@@ -85,7 +85,7 @@ class Refused(InAFolder):
             ({}, {"shape": [1, 14]}, "w: .* scales|packed bytes"),
             ({}, {"shape": [2]}, "note 'quantized': .*"),
             ({}, {"shape": [2, 0]}, "note 'quantized': .*"),
-            ({}, {"symmetric": 1}, "note 'quantized': true or false"),
+            ({}, {"symmetric": 1}, "note 'quantized': expected true or false"),
             ({}, {"colour": 1}, "note 'quantized': unknown key"),
             ({}, {"symmetric": True}, "symmetric codes go from|w.zero_points belongs to no"),
             ({"w": None}, {}, "w: the tensor w is missing"),
