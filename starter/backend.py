@@ -280,6 +280,8 @@ def _complete(backend: object) -> None:
     lacking = [name for name in vars(Backend) if name[0] != "_" and not hasattr(backend, name)]
     if missing := [name for name in lacking if name in Backend.__abstractmethods__]:
         raise BackendError(f"{backend!r} is no backend: it has no {', '.join(missing)}")
+    if not isinstance(getattr(backend, "name", None), str):
+        raise BackendError(f"{backend!r} is no backend: it has no name, which timelines record")
     for name in lacking:
         setattr(backend, name, MethodType(getattr(Backend, name), backend))
 

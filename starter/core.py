@@ -19,12 +19,12 @@ from typing import Protocol, TypeVar, Union
 from .backend import Batch, Piece
 from .base.version import __version__
 from .base.wings import wing
-from .errors import CapacityError, DuplicateRequestError, EngineError, QueueFullError
+from .errors import BackendError, CapacityError, DuplicateRequestError, EngineError, QueueFullError
 from .kv_cache import KVCacheManager, KVHandle, KVStore
 from .metrics import MetricsCollector
 from .model import Loaded, Model
 from .sampling import Choice, Draws, Logits, choose_token
-from .scheduler import ContinuousBatchScheduler, ScheduledChunk, ScheduleDecision
+from .scheduler import ContinuousBatchScheduler, ScheduledChunk, ScheduleDecision, require_budget
 from .schema import ENGINE_SHAPE, MODEL_SHAPE, EngineSettings, Request, sample_id
 from .sequences import RequestStream, Sample
 from .timeline import Recorder
@@ -107,16 +107,25 @@ class EngineCore:
         """Queue the stream of a request that ``check`` has passed. One with max_tokens 0 is not queued: ``end_all``
         ends it."""
         first = stream.samples[0]
-        self.samples.update({sample.id: sample for sample in stream.samples})
-        self.streams[stream.request.request_id] = stream
+        self.register(stream)
         self.scheduler.add(first)
         first.started = True
         self.recorder.submitted(stream.request)
+
+    def register(self, stream: RequestStream) -> None:
+        """From now on the stream and its samples are found by their ids."""
+        self.samples.update({sample.id: sample for sample in stream.samples})
+        self.streams[stream.request.request_id] = stream
+
+    def is_running(self, sample: Sample) -> bool:
+        """Is this very sample running? Once it is finished, its id may belong to another request."""
+        return self.samples.get(sample.id) is sample and self.scheduler.is_running(sample.id)
 
     # --------------------------------------------------------------------------------------------- step
 
     def plan(self, budget: int) -> Work:
         """The scheduler's decision, and the batch that follows from it."""
+        require_budget(budget)
         self.runner.faults.before_step()
         with self.recorder.holding_back():
             decision = self.scheduler.step(budget)
@@ -182,6 +191,9 @@ class EngineCore:
         return chosen
 
     def _choice(self, sample: Sample, row: Sequence[float]) -> Choice:
+        if len(row) != self.model.config.vocab_size:
+            raise BackendError(f"the decoder returned a row of {len(row)} logits; the vocabulary has "
+                               f"{self.model.config.vocab_size} tokens")
         if isinstance(row, Logits) and sample.plain:
             return row.greedy
         return choose_token(row, sample.request.sampling, sample.draws, sample.request.prompt_tokens,
@@ -220,15 +232,15 @@ class EngineCore:
         """The prompt is computed: the other samples start from the same pages."""
         others, first.others = first.others, []
         for sample in others:
-            sample.started = True
             self.recorder.event("fork", request=sample.id, parent=first.id)
+            sample.started = True
             if self.scheduler.is_running(first.id):  # else the token of this step is the only one
                 self.scheduler.fork(first.id, sample)
 
     def end_all(self, stream: RequestStream, reason: str, error: str | None = None) -> None:
         """End all unfinished samples of a request without a token, as "cancelled" or "error"."""
         for sample in stream.samples:
-            if self.scheduler.is_live(sample.id):
+            if self.samples.get(sample.id) is sample and self.scheduler.is_live(sample.id):
                 self.scheduler.finish(sample.id, reason)
             if sample.finish_reason is None:
                 self._end(sample, reason, error)
@@ -339,6 +351,8 @@ class ModelRunner:
             rows = [self._model.forward_uncached(piece.tokens) for piece in batch.pieces() if piece.wants_logits]
         else:
             rows = self._model.forward(batch, self._store)
+        if len(rows) != len(due):
+            raise BackendError(f"the decoder returned {len(rows)} rows of logits for {len(due)} sequences")
         return dict(zip(due, self.faults.after_forward([sample.id for sample in due], rows)))
 
 

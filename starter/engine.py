@@ -127,7 +127,7 @@ class InferenceEngine:
                 self._core.accept(stream)
                 if max_tokens == 0:
                     self._core.end_all(stream, "length")
-            self._notify()
+                self._notify()
             return request_id
 
     def _fresh_id(self) -> str:
@@ -262,6 +262,7 @@ class InferenceEngine:
 
     @runner.setter
     def runner(self, runner: ModelRunner) -> None:
+        runner.faults = self._core.runner.faults
         self._core.runner = runner
 
     @property
@@ -273,7 +274,7 @@ class InferenceEngine:
         """State and progress of a live or unread request."""
         with self._lock:
             stream = self._find(request_id)
-            running = any(self.scheduler.is_running(sample.id) for sample in stream.samples)
+            running = any(self._core.is_running(sample) for sample in stream.samples)
             state = "finished" if stream.finish_reason else "running" if running else "waiting"
             generated = sum(sample.delivered for sample in stream.samples)
             return RequestStatus(request_id, state, len(stream.request.prompt_tokens), generated, stream.finish_reason)
@@ -303,7 +304,8 @@ class InferenceEngine:
 
     def lift_faults(self) -> None:
         """End the faults that last: what holds pages on purpose gives them back."""
-        self._core.runner.faults.end()
+        with self._lock:
+            self._core.runner.faults.end()
 
     # --------------------------------------------------------------------------------------------- step
 
@@ -337,6 +339,7 @@ class InferenceEngine:
             self._notify()
         else:
             stream.samples[0].started = False  # its end will not be recorded, as its beginning may not have been
+            self._core.register(stream)
             self._stop(failure)
 
     def _abandon(self, failure: BaseException) -> None:

@@ -372,7 +372,7 @@ class KVCacheManager:
         """Who uses a page. O(tables): for people and tests, not for the hot path."""
         if isinstance(page_id, bool) or not isinstance(page_id, int) or not 0 <= page_id < self.total_pages:
             raise RequestError(f"there is no page {page_id!r}; pages are 0 to {self.total_pages - 1}")
-        users = tuple(table.request_id for table in self._tables if page_id in table.pages)
+        users = tuple(table.request_id for table in tuple(self._tables) if page_id in table.pages)
         return PageInfo(self._pool.refcounts[page_id], users, self._pool.state(page_id))
 
     def pages_for(self, tokens: int) -> int:
@@ -389,7 +389,7 @@ class KVCacheManager:
     def internal_fragmentation(self) -> int:
         """Slots of used pages that hold no token, a shared page counted once. O(tables + pages not full)."""
         size = self.page_size
-        return sum({page: size - (0 if i else table.length % size) for table in self._tables
+        return sum({page: size - (0 if i else table.length % size) for table in tuple(self._tables)
                     for i, page in enumerate(table.pages[table.length // size:])}.values())
 
     # ------------------------------------------------------------------------- opening and closing tables

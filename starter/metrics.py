@@ -235,7 +235,7 @@ class MetricsCollector:
             tokens_per_second=counts["output_tokens"] / elapsed if elapsed > 0 else None,
             **{name: Summary.of(self.durations[name].samples) for name in ("ttft", "tpot", "e2e", "queue")},
             histograms={name: durations.histogram() for name, durations in self.durations.items()},
-            batch_utilization=counts["scheduled"] / counts["offered"] if busy else None,
+            batch_utilization=counts["scheduled"] / counts["offered"] if counts["offered"] else None,
             active_requests=tuple(self.active), preemptions=counts["preemptions"],
             prefilled_tokens=counts["prefilled"], queried_tokens=counts["queried"] if sharing else 0,
             kv_pages=counts["used_pages"], kv_bytes=counts["used_pages"] * page_bytes,

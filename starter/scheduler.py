@@ -56,6 +56,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
+from math import isfinite
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -361,8 +362,7 @@ class ContinuousBatchScheduler:
 
     def step(self, budget_tokens: int) -> ScheduleDecision:
         """Plan the next step and reserve its pages. Budget 0 schedules nothing and loses nothing."""
-        if isinstance(budget_tokens, bool) or not isinstance(budget_tokens, int) or budget_tokens < 0:
-            raise RequestError(f"budget_tokens must be an integer from 0, not {budget_tokens!r}")
+        require_budget(budget_tokens)
         self.complete_step()
         plan = Plan(self._steps, budget_tokens, budget_tokens)
         self._steps += 1
@@ -433,6 +433,7 @@ class ContinuousBatchScheduler:
 
     def _preempt(self, plan: Plan, victim: SequenceState, needy: SequenceState) -> None:
         """Take the pages of ``victim`` and send it back to its place in the queue."""
+        order = self._order(victim, victim.generated, victim.order[1])  # a policy may raise: nothing has changed yet
         pages = self._page_count(victim)
         victim.swapped = self.preemption == "swap" and self._swap_out(victim)
         if not victim.swapped:
@@ -440,7 +441,7 @@ class ContinuousBatchScheduler:
             victim.computed = 0
         self._stop_running(victim)
         victim.preempted = True
-        victim.order = self.policy.rank(victim.request, victim.arrival_step, victim.generated), victim.order[1]
+        victim.order = order
         self._waiting.push(victim)
         plan.preempted.append(victim.id)
         fate = (f"keeps its {victim.computed} tokens in host pages" if victim.swapped else
@@ -602,9 +603,15 @@ class ContinuousBatchScheduler:
 
     def _rank(self, sequence: SequenceState) -> None:
         """Its place among all live requests, from now on."""
-        self._submitted += 1
         sequence.arrival_step = self._steps
-        sequence.order = self.policy.rank(sequence.request, self._steps, 0), self._submitted
+        sequence.order = self._order(sequence, 0, self._submitted + 1)
+        self._submitted += 1
+
+    def _order(self, sequence: SequenceState, generated: int, serial: int) -> tuple[float, int]:
+        rank = self.policy.rank(sequence.request, sequence.arrival_step, generated)
+        if not isfinite(rank):
+            raise RequestError(f"a policy's rank must be a finite number, not {rank!r} for {sequence.id}")
+        return rank, serial
 
     def _find(self, request_id: str) -> SequenceState | None:
         if not isinstance(request_id, str):
@@ -653,6 +660,12 @@ def _held(blocked: SequenceState | None) -> str:
     if blocked and blocked.bypassed >= BYPASS_LIMIT:
         return f"waits: {blocked.id} lacks pages and was overtaken {blocked.bypassed} times, so the queue holds for it"
     return ""
+
+
+def require_budget(budget_tokens: int) -> None:
+    """RequestError unless a step can have this budget."""
+    if isinstance(budget_tokens, bool) or not isinstance(budget_tokens, int) or budget_tokens < 0:
+        raise RequestError(f"budget_tokens must be an integer from 0, not {budget_tokens!r}")
 
 
 def _require_one_of(name: str, value: object, allowed: tuple[str, ...]) -> str:

@@ -281,8 +281,8 @@ class Recorder:
         self._append("step", {
             "budget": decision.budget_tokens, "computed": computed,
             "chunks": decision.chunks, "admitted": decision.admitted, "preempted": decision.preempted,
-            "waiting": decision.waiting, "running": decision.running, "reasons": decision.reasons,
-            "found": decision.found, "used_pages": kv.used_pages,
+            "waiting": decision.waiting, "running": decision.running, "reasons": dict(decision.reasons),
+            "found": dict(decision.found), "used_pages": kv.used_pages,
             "empty_slots": kv.internal_fragmentation()})
         self._planned = True
 

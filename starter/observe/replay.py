@@ -300,6 +300,9 @@ def load_recorded(header: Event, folder: Path = Path(), checkpoint: str | Path |
     safetensors file, of which the header holds only the name; without it, the latter is looked up from ``folder``.
     ``device`` is that of backend "cuda", which the header does not name."""
     backend = load_backend(header["backend"], **({} if device is None else {"device": device}))
+    if backend.name != header["backend"]:
+        raise RequestError(f"this timeline was made by backend {header['backend']!r}, which needs the package "
+                           f"starter/backends; this copy computes with {backend.name!r} instead")
     quantization = Nullable(QUANTIZATION_SHAPE).parse(header.get("quantization"), "/quantization")
     if "weights" in header and "tokenizer" in header:
         weights = WEIGHTS_SHAPE.parse(header["weights"], "/weights")
