@@ -6,8 +6,8 @@
     choose    token    = choose_token(row, draws)      with the sample's own random numbers
     settle    events  -> streams, timeline, metrics    finished requests give their pages back
 
-``EngineCore`` knows nothing of threads and interrupts: ``engine.py`` stands around it and protects it. It owns the
-streams; the scheduler owns the lifecycles, the page manager the block tables, the backend's store the numbers.
+``EngineCore`` knows nothing of threads and interrupts: ``engine.py`` stands around it and protects it. The core owns
+the streams; the scheduler owns the lifecycles, the page manager the block tables, the backend's store the numbers.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class EngineCore:
         self.scheduler.check(request)
 
     def make_stream(self, request: Request) -> RequestStream:
-        """A stream with its samples, not yet in the core's hands."""
+        """A stream with its samples, not yet registered."""
         eos_tokens = () if request.sampling.ignore_eos else self.model.config.eos_tokens
         stream = RequestStream(request, (*eos_tokens, *request.stop_tokens))
         for number in range(request.sampling.n):
@@ -173,8 +173,8 @@ class EngineCore:
 
     def choose(self, work: Work, rows: Mapping[Sample, Outcome]) -> Chosen:
         """The next tokens. A row after a prompt serves all samples of its request. Whatever is wrong with a row
-        concerns its request alone. Nothing changes here: random numbers count only when their token is accepted, so an
-        interrupted step can be planned and chosen again."""
+        concerns its request alone. No request changes here: random numbers count only when their token is accepted, so
+        an interrupted step can be planned and chosen again."""
         chosen = Chosen({}, {})
         for sample, row in rows.items():
             if sample.finish_reason:  # cancelled while the decoder computed
@@ -200,8 +200,8 @@ class EngineCore:
                             sample.tokens[sample.prompt_length:], sample.stream.end_tokens)
 
     def settle(self, chosen: Chosen) -> None:
-        """Record what the step has brought: failed requests end, the others get their tokens, finished ones give back
-        their pages. A sample whose sequence is no longer running has all its tokens with this one."""
+        """Record the step's results: failed requests end, the others get their tokens, finished ones give back
+        their pages. A sample whose sequence is no longer running gets its last token here."""
         recorder, scheduler = self.recorder, self.scheduler
         recorder.step_completed()
         for sample, failure in chosen.failures.items():
@@ -238,7 +238,8 @@ class EngineCore:
                 self.scheduler.fork(first.id, sample)
 
     def end_all(self, stream: RequestStream, reason: str, error: str | None = None) -> None:
-        """End all unfinished samples of a request without a token, as "cancelled" or "error"."""
+        """End all unfinished samples of a request without a token: "cancelled", "error", or "length" where max_tokens
+        is 0."""
         for sample in stream.samples:
             if self.samples.get(sample.id) is sample and self.scheduler.is_live(sample.id):
                 self.scheduler.finish(sample.id, reason)
@@ -246,7 +247,8 @@ class EngineCore:
                 self._end(sample, reason, error)
 
     def _end_failures(self) -> None:
-        """End the samples whose pages could not be provided, and with a first one those it has not started yet."""
+        """End the samples whose pages could not be provided, and, if that is the first sample, those it has not
+        started yet."""
         for sequence_id, reason in self.scheduler.take_failures().items():
             failed = self.samples[sequence_id]
             for sample in failed.stream.samples:
@@ -274,7 +276,7 @@ class EngineCore:
 
 
 class HasId(Protocol):
-    """A sequence, as far as the runner asks."""
+    """What the runner needs to know of a sequence."""
 
     id: str
 
@@ -283,7 +285,7 @@ S = TypeVar("S", bound=HasId)
 
 
 class FaultHooks(Protocol):
-    """What the engine asks where a fault may strike; ``workloads/faults.py`` answers."""
+    """Where faults can be injected; implemented by ``workloads/faults.py``."""
 
     slow: frozenset[str]  # requests whose streams are not read until the end
 
@@ -324,19 +326,19 @@ class ModelRunner:
         piece for each of the samples.
 
         When the batch fails, each sample is tried alone (its slots are simply written again, with the same numbers),
-        so that only the one at fault ends. This relies on batch-equals-solo, and on stores that keep whatever a second
-        time needs until the page manager has committed the step.
+        so that only the one at fault ends. This relies on batch-equals-solo, and on stores that keep everything a
+        retry needs until the page manager has committed the step.
         """
         try:
             return self._forward(samples, batch)
         except Exception:
-            alone = batch.pieces()  # tried below, where no traceback holds what the whole batch took of a device
+            alone = batch.pieces()  # retried outside this block, whose traceback would keep the batch's device memory
         rows: dict[S, Outcome] = {}
         for sample, piece in zip(samples, alone):
             try:
                 rows.update(self._forward([sample], Batch.of([piece], batch.page_size)))
             except Exception as error:
-                rows[sample] = error.with_traceback(None)  # nor what this one took
+                rows[sample] = error.with_traceback(None)  # frees this one's memory, too
         return rows
 
     def _forward(self, samples: Sequence[S], batch: Batch) -> dict[S, Outcome]:
@@ -361,7 +363,8 @@ class ModelRunner:
 
 def make_cache(model: Model, settings: EngineSettings,
                observer: Callable[[str, str, tuple[int, ...]], None]) -> KVCacheManager:
-    """The pages for a model's keys and values and, for preemption by swap, the host's. CapacityError as below."""
+    """The pages for a model's keys and values and, for preemption by swap, the host's. CapacityError as in
+    ``pages_within``."""
     num_pages = settings.num_pages if settings.kv_budget_bytes is None else pages_within(
         settings.kv_budget_bytes, model, settings)
     host_pages = settings.host_pages if settings.preemption == "swap" else 0

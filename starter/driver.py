@@ -47,7 +47,7 @@ from starter.timeline import VirtualClock
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of ``p07`` and of this file; returns the exit code."""
+    """Run the program; returns the exit code."""
     options = make_parser(__doc__).parse_args(arguments)
     return guarded(lambda: _run(options))
 
@@ -196,8 +196,8 @@ def run_prompts(options: argparse.Namespace, console: Console) -> int:
 
 
 def _stream(engine: InferenceEngine, texts: dict[str, str], console: Console) -> dict[str, str]:
-    """Generate all texts at once, but print them one after another: the first as it comes, then the second from where
-    it has got to meanwhile, and so on. ``texts`` holds the prompts and grows; returns failures by name."""
+    """Generate all texts at once, but print them one after another: the first as it comes, then the second, starting
+    with what it has produced by then, and so on. ``texts`` holds the prompts and grows; returns failures by name."""
     failures, ended = {}, set()
     for shown in texts:
         if len(texts) > 1:

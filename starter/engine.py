@@ -1,4 +1,5 @@
-"""M3, M6 · The service: submit a prompt, stream its tokens, cancel it. What protects the loop is here.
+"""M3, M6 · The service: submit a prompt, stream its tokens, cancel it. Locks, threads and interrupts around the loop
+are here.
 
     engine.submit -> Request (checked once, at the door) -> core.accept -> the scheduler's queue
     engine.step   -> core.plan, core.compute, core.choose, core.settle           core.py: the loop itself
@@ -62,7 +63,7 @@ class InferenceEngine:
         self._submitted = 0
         self._closed = False
         self._thread: Thread | None = None
-        self._failure: BaseException | None = None  # what stopped the engine: its thread, or half a change
+        self._failure: BaseException | None = None  # the exception that stopped the engine
 
     @classmethod
     def from_scenario(cls, scenario: Scenario, backend: str | Backend = "cpu", *,
@@ -163,7 +164,7 @@ class InferenceEngine:
                     self._step_for(stream)
                 finally:
                     self._stepping.release()
-            else:  # another thread runs a step and will notify; the timeout is for a step that has just ended
+            else:  # another thread runs a step and will notify; the timeout covers a step that ended just before
                 with self._lock:
                     self._wait_for(lambda: stream.events or stream.drained, timeout=0.01)
 
@@ -285,7 +286,7 @@ class InferenceEngine:
             return self._core.metrics.snapshot()
 
     def record(self, event: str, **fields: object) -> None:
-        """Add an event to the timeline that the engine itself does not know of (a replay repeats refusals so)."""
+        """Add an event to the timeline that the engine would not record itself (a replay repeats refusals this way)."""
         with self._lock:
             self._core.recorder.event(event, **fields)
 
@@ -303,7 +304,7 @@ class InferenceEngine:
             return self._core.runner.faults
 
     def lift_faults(self) -> None:
-        """End the faults that last: what holds pages on purpose gives them back."""
+        """End lasting faults and give back the pages that they hold."""
         with self._lock:
             self._core.runner.faults.end()
 
@@ -334,7 +335,7 @@ class InferenceEngine:
             self._notify()
 
     def _half_submitted(self, stream: RequestStream, recorded: int, failure: BaseException) -> None:
-        """An interrupt within ``submit``: from the moment in which the timeline holds it, the request is whole."""
+        """An interrupt within ``submit``: once the timeline has recorded it, the request is complete."""
         if stream.request.max_tokens and self.timeline.recorded > recorded:
             self._notify()
         else:
@@ -364,7 +365,7 @@ class InferenceEngine:
             for stream in list(self._core.streams.values()):
                 if stream.finish_reason is None:
                     self.cancel(stream.request.request_id)
-            for sequence_id in self.scheduler.live:  # of a stream that had its last event when a step was interrupted
+            for sequence_id in self.scheduler.live:  # left over where an interrupted step had delivered the last event
                 self.scheduler.cancel(sequence_id)
             self.lift_faults()
             self._closed = True
@@ -412,8 +413,8 @@ class InferenceEngine:
 
 
 class _Guard:
-    """What an exception within a ``with`` block means for the engine: ``then(exception)`` is called before it goes on,
-    except for exceptions of the class ``unless``."""
+    """What an exception within a ``with`` block means for the engine: ``then(exception)`` is called before it
+    propagates, except for exceptions of the class ``unless``."""
 
     def __init__(self, then: Callable[[BaseException], None], unless: type[BaseException] | tuple[()] = ()) -> None:
         self._then, self._unless = then, unless
@@ -431,7 +432,7 @@ class _Guard:
 
 @dataclass
 class Played:
-    """What a step brought: its decision and the events that became readable, those of refused requests aside."""
+    """What a step brought: its decision and the events that became readable."""
 
     decision: ScheduleDecision
     events: list[TokenEvent]

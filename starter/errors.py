@@ -12,7 +12,7 @@ built-in error, the class inherits from it, too: code that does not know this pa
     |   +-- QueueFullError              too many requests wait already; try again later
     +-- UnknownRequestError (KeyError)  there is no request with this id
     +-- OutOfPagesError                 it does not fit *now*; try again when pages are free
-    |   +-- PoolTooSmallError           nor ever: more pages than the pool has (a CapacityError, too)
+    |   +-- PoolTooSmallError           and never will: it needs more pages than the pool has (a CapacityError, too)
     +-- StaleHandleError                a handle that was released, or that another manager gave out
     +-- QuantizationError (ValueError)  an unsupported format, or data that contradict their metadata
     +-- BackendError                    a backend is missing or failed

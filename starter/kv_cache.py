@@ -23,7 +23,7 @@ Promises, each a property in tests/test_kv_cache.py:
 - Isolation: a slot is written only while its page is in exactly one table; a shared page is copied first.
 - A page that can still be found is never handed out: eviction forgets it first, the least recently used one.
 - At least one token of a prompt is left to compute, also when all of it was found.
-- A released or foreign handle reaches nothing: StaleHandleError.
+- A released handle, or one from another manager, is refused: StaleHandleError.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class CacheStats:
 
 class KVStore(ABC):
     """The numbers inside the pages, in a form of its own: each backend has a store that its attention reads. The page
-    manager says which page; the store does not know which request that belongs to.
+    manager says which page; the store does not know which request it belongs to.
 
     A token's key is ``width`` = layers * kv_heads * head_width numbers, layer after layer; its value likewise.
 
@@ -485,8 +485,8 @@ class KVCacheManager:
         self._observer("copy", table.request_id, (source, target))
 
     def commit(self, handle: KVHandle, token_count: int, tokens: Sequence[int] | None = None) -> None:
-        """The first ``token_count`` positions now hold computed keys and values. Pages that became full need their
-        tails no more; with prefix sharing and the ``tokens`` themselves, they are published. O(new tokens)."""
+        """The first ``token_count`` positions now hold computed keys and values. Pages that are now full no longer
+        need their tails; with prefix sharing and the ``tokens`` themselves, they are published. O(new tokens)."""
         table = self._resident(handle)
         if not table.length <= token_count <= len(table.pages) * self.page_size:
             raise RequestError(f"{table.request_id} has {table.length} tokens and {len(table.pages)} pages of "

@@ -1,4 +1,4 @@
-"""M1 · The oracle: generate from a Llama-shaped decoder in the plainest possible form. Read this file first.
+"""M1 · The oracle: generate from a Llama-shaped decoder in the plainest possible form. Read this before ``model.py``.
 
 No cache, no batch, no pages, no backend: for every new token the whole sequence is computed again, position by
 position, in Python floats. It is quadratically slow and easy to believe, which is the point: whatever the engine
@@ -26,7 +26,7 @@ Parameters = Mapping[str, Matrix]  # by checkpoint name (``weights.tensor_shapes
 
 
 class HasParameters(Protocol):
-    """A model, as far as the oracle asks: its sizes, and its weights as plain floats."""
+    """What the oracle needs of a model: its sizes, and its weights as plain floats."""
 
     config: ModelConfig
 

@@ -177,7 +177,7 @@ def adjust(logits: Sequence[float], params: SamplingParams, prompt: Sequence[int
 
 
 def _draw(logits: Sequence[float], highest: float, params: SamplingParams, draws: Draws) -> int:
-    """One of the kept tokens, with the probability that its weight says."""
+    """One of the kept tokens, with probability proportional to its weight."""
     kept = kept_tokens(logits, highest, params)
     cumulative = list(accumulate(weight for _, weight in kept))
     target = draws.random() * cumulative[-1]

@@ -27,12 +27,12 @@ max_running unless stated otherwise.
   unless that step preempts it. With a smaller budget requests take turns, least recently served first. (Under
   "prefill-first" the gap is at most AGING + 1 steps.)
 - Wait: a request with k requests before it is admitted within (k + 1) * (BYPASS_LIMIT + 2) * L steps. Proof: the first
-  live request, if it is not running, is admitted within (BYPASS_LIMIT + 1) * L steps, because each running request ends
-  or is preempted within L steps and at most BYPASS_LIMIT others are admitted before it. Once running it is never
-  preempted and ends within another L: together BYPASS_LIMIT + 2. Then the next request is the first. A budget b below
-  max_running multiplies the bound by ceil(max_running / b), "prefill-first" by AGING + 1.
+  live request, if it is not running, is admitted within (BYPASS_LIMIT + 1) * L steps, because each running request
+  ends or is preempted within L steps and at most BYPASS_LIMIT others are admitted before it. Once running it is never
+  preempted and ends within another L steps, (BYPASS_LIMIT + 2) * L in all. Then the next request is the first. A
+  budget b below max_running multiplies the bound by ceil(max_running / b), "prefill-first" by AGING + 1.
 - No livelock: a request that is refused pages REFUSAL_LIMIT times while no other request runs ends with an error:
-  the pages are held from outside the engine, and waiting would not end.
+  the pages are held from outside the engine, and the wait would never end.
 - Refusal: ``submit`` refuses what would not fit an empty pool (CapacityError). The last token of a request is never
   stored, so P + M - 1 slots are needed.
 
@@ -228,11 +228,11 @@ class UnlimitedPages:
 
 
 class ContinuousBatchScheduler:
-    """Implements the rules above. ``batching`` "static" admits a batch only when the last one has ended, "none" one
-    request at a time: both for comparison. ``preemption`` "swap" moves a victim's tokens to host pages while those
-    last, "recompute" computes them again.
+    """Implements the rules above. ``batching`` "static" admits a batch only when the previous one has ended, "none"
+    one request at a time: both for comparison. ``preemption`` "swap" moves a victim's tokens to host pages while there
+    are any, "recompute" computes them again.
 
-    A step costs O(running + new pages), and O(log waiting) for each request that begins or ends to wait.
+    A step costs O(running + new pages); each request that starts or stops waiting costs a search in O(log waiting).
     """
 
     def __init__(self, max_running: int = 8, policy: str | Policy = "fcfs", kv: KVCacheManager | None = None,
@@ -419,8 +419,9 @@ class ContinuousBatchScheduler:
                 self._provide_pages(plan, sequence)
 
     def _provide_pages(self, plan: Plan, sequence: SequenceState) -> None:
-        """Make all known positions of a running sequence writable. Preempts from the last one on until that succeeds or
-        the sequence itself had to go. Terminates: every round succeeds or ends the running of one sequence."""
+        """Make all known positions of a running sequence writable. Preempts running sequences, last first, until that
+        succeeds or this one is preempted itself. Terminates: each round succeeds or takes one sequence out of the
+        running set."""
         while self._running.get(sequence.id) is sequence:
             try:
                 self._pages.reserve(sequence.handle, sequence.known)  # type: ignore[arg-type]
@@ -480,7 +481,7 @@ class ContinuousBatchScheduler:
         return True
 
     def _next_release(self) -> str:
-        """The request that is nearest to its end, for the reason of a wait."""
+        """The request closest to finishing, to explain a wait."""
         if not self._running:
             return "no running request will free any: pages are held from outside"
         soonest = min(self._running.values(), key=lambda running: running.request.max_tokens - running.generated)

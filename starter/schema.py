@@ -273,7 +273,7 @@ class EngineSettings:
     page_size         tokens in a KV page                  num_pages        pages in the pool
     kv_budget_bytes   instead of num_pages: as many pages as fit in this many bytes; for int8 pages, the budget also
                       covers the max_running float pages in which pages are filled
-    budget_tokens     tokens computed in a step, at most   max_running      requests admitted at a time
+    budget_tokens     most tokens computed in a step       max_running      most requests running at once
     batching          "continuous": requests join and leave in every step; "static": a batch is admitted when the
                       last one has ended; "none": one request at a time
     max_waiting       requests that may wait; more are refused with QueueFullError
@@ -283,7 +283,7 @@ class EngineSettings:
     kv_quantization   "int8": KV pages of 8-bit codes (see ``backends/int8_pages.py``); null: of floats
     use_cache         False recomputes the whole context for every token (for comparison)
     workers           processes that compute, this one included (see ``backends/workers/parallel.py``)
-    seed              of the sampling generators of requests that bring no seed of their own
+    seed              seeds the sampling of requests without a seed of their own
     """
 
     page_size: Annotated[int, Integer(1, 65_536)] = 16

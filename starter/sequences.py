@@ -33,7 +33,7 @@ class SequenceState:
     tokens: list[int] = field(default_factory=list)  # the prompt, then what is appended by whoever samples the tokens
     arrival_step: int = 0
     order: tuple[float, int] = (0.0, 0)  # the policy's rank, then the order of submission
-    known: int = 0  # length of the prompt and of what was generated, counted by the scheduler
+    known: int = 0  # prompt plus generated tokens, counted by the scheduler
     computed: int = 0  # of these, tokens whose keys and values were computed
     handle: KVHandle | None = None  # of its block table, while it is running or swapped out
     preempted: bool = False  # at least once
@@ -119,12 +119,12 @@ class Sample(SequenceState):
         request, name = stream.request, sample_id(stream.request.request_id, number)
         super().__init__(replace(request, request_id=name) if number else request)
         self.stream, self.number, self.draws = stream, number, draws
-        self.others: list[Sample] = []  # of the first one, until its prompt is computed: those that start with it then
-        self.started = False  # it is on record: the first one from submit on, the others when the prompt is computed
-        self.withheld = 0  # tokens generated, but not read before a cancel
+        self.others: list[Sample] = []  # first sample only: those to fork once its prompt is computed
+        self.started = False  # its beginning is in the timeline: at submit, or when it was forked
+        self.withheld = 0  # tokens that a cancel withdrew before they were read
         self.finish_reason: str | None = None
         self._text, self._stops = text, StopStrings(request.sampling.stop)
-        for token in request.prompt_tokens:  # the text goes on from the prompt's, which the reader knows
+        for token in request.prompt_tokens:  # decoding continues from the prompt, whose text is not repeated
             text.push(token)
 
     @property

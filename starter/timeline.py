@@ -1,7 +1,8 @@
 """M6 · Everything that happens, in order, as events: the one record that metrics, replays, proofs and pictures read.
 
 An event is a flat dictionary. Every event has "event" (its kind), "step" (steps completed before it) and "time" (the
-engine's clock, seconds). Kinds marked ``>`` come from outside, and a replay repeats them; everything else must follow:
+engine's clock, seconds). Kinds marked ``>`` come from outside, and a replay repeats them; everything else must follow
+from those:
 
       header   version, engine (its version), backend, settings, model, weights_sha256, quantization, page_bytes,
                num_pages, weight_bytes, step_seconds (of a virtual clock; null on a real one); of a scenario its name
@@ -17,8 +18,8 @@ engine's clock, seconds). Kinds marked ``>`` come from outside, and a replay rep
       step     the schedule: budget, computed (positions that go through the decoder), chunks [[request, start, count,
                phase]], admitted (for the first time, or resumed after a preemption), preempted, waiting, running,
                reasons {request: sentence}, found {request: prompt tokens in shared pages}, used_pages, empty_slots
-      abandon  the step just planned was interrupted: what it was to compute does not count, what planning it changed
-               stays, and the next step has its number
+      abandon  the step just planned was interrupted: its computation does not count, changes made while planning
+               stay, and the next step reuses its number
       pages    change, request (whose block table it is), pages, used_pages (in some table, after this change):
                    allocate   fresh pages at the end of the table
                    share      pages that already hold the beginning, for a new table (of a sample, or of a found prefix)
@@ -33,7 +34,7 @@ engine's clock, seconds). Kinds marked ``>`` come from outside, and a replay rep
 
 Position p of a request lies in slot p % page_size of the page table[p // page_size], so the chunks say which slots are
 written (appended to) and read. A step's own event comes first, then what planning it changed, then, with the next
-step's number, its results. A holder outside the engine may have pages, too, under any name that is no request's:
+step's number, its results. Code outside the engine may hold pages, too, under any name that is not a request's:
 
     > pages    allocate, share (a fork of a request's table), release, and append: it wrote one more token, and pages
                are its whole table
@@ -95,7 +96,7 @@ class Timeline:
         self._events: deque[Event | TokenEvent] = deque(maxlen=keep)  # as they were made: see _event
         self.listeners: list[Callable[[Event], None]] = []
         self._lock = RLock()  # held while a new listener catches up: later events reach it afterwards
-        self._undelivered: deque[Event] = deque()  # events that a listener causes wait until all heard the earlier ones
+        self._undelivered: deque[Event] = deque()  # caused by a listener: all hear earlier ones first
         self._delivering = False
         self.troubles: list[Exception] = []  # of listeners that failed and were removed
         self.recorded = 0
@@ -139,7 +140,8 @@ class Timeline:
 
     def tokens(self, tokens: Collection[TokenEvent]) -> None:
         """Append tokens in the form in which their streams hold them: most events are tokens, so they become
-        dictionaries only when they are read. Their top_logprobs should be (), since they are not part of the event."""
+        dictionaries only when they are read. Their top_logprobs should be (): they may be as long as the vocabulary,
+        and are not part of the event."""
         with self._lock:
             self._events.extend(tokens)
             self.recorded += len(tokens)
@@ -168,8 +170,8 @@ class Timeline:
             self._delivering = False
 
     def write(self, path: str | Path) -> None:
-        """Write what is kept in memory as JSON Lines, the header in any case. SchemaError if the path is no place
-        to write to."""
+        """Write what is kept in memory as JSON Lines, the header in any case. SchemaError if the file cannot be
+        written."""
         with self.written_to(path):
             pass
 
@@ -228,7 +230,7 @@ class Recorder:
 
     While a step is being planned, the page manager and the faults already report what they do. These events are written
     after the step's own event, so that a timeline reads in the order of cause and effect. A step's tokens have one time
-    and are written together, as far as nothing else happens between them. Everything else is written at once.
+    and are written together, unless something else happens in between. Everything else is written at once.
     """
 
     def __init__(self, clock: Callable[[], float], collector: Collector) -> None:

@@ -7,8 +7,11 @@ from unittest import mock
 
 from starter import __main__ as program
 from starter.base.wings import wing
-from starter.workloads import draw
 from tests.support import Run, run_main
+from tests.wings import has_wing, needs_wing
+
+if has_wing("workloads"):
+    from starter.workloads import draw
 
 
 class CommandsTest(unittest.TestCase):
@@ -40,6 +43,7 @@ class CommandsTest(unittest.TestCase):
         self.assertRegex(result.err, r"\Aerror: python3 -m starter serve needs the package starter/no_such_wing, which "
                                      r"this copy does not have[^\n]*\n\Z")
 
+    @needs_wing("workloads")
     def test_draw_is_the_program_of_the_workloads(self) -> None:
         arguments = ("--seed", 5, "--requests", 3)
         drawn = run_main(program.main, "draw", *arguments)
