@@ -328,7 +328,7 @@ class SharingInBrowserTest(BrowserCase):
 
     def test_which_pages_a_request_shared(self) -> None:
         found = "pages 0–2"  # two tokens each, of six that are equal
-        self.assertEqual(self.js("report.model.requests[report.stories.told[0].request].id"), "two")
+        self.assertEqual(self.js("report.model.requests[report.stories.notable[0].request].id"), "two")
         self.assertIn(f"{found}, shared with one", self.find("#story .now").text)
         self.click("#reasons button[data-request='1']")
         self.assertIn(f"{found} with one", self.find("[data-fact=shared]").text)
