@@ -191,11 +191,11 @@ class EngineCore:
         return chosen
 
     def _choice(self, sample: Sample, row: Sequence[float]) -> Choice:
-        if len(row) != self.model.config.vocab_size:
-            raise BackendError(f"the decoder returned a row of {len(row)} logits; the vocabulary has "
-                               f"{self.model.config.vocab_size} tokens")
-        if isinstance(row, Logits) and sample.plain:
+        vocab_size = self.model.config.vocab_size
+        if isinstance(row, Logits) and sample.plain and row.greedy.token < vocab_size:
             return row.greedy
+        if len(row) != vocab_size:
+            raise BackendError(f"the decoder returned a row of {len(row)} logits; the vocabulary has {vocab_size} tokens")
         return choose_token(row, sample.request.sampling, sample.draws, sample.request.prompt_tokens,
                             sample.tokens[sample.prompt_length:], sample.stream.end_tokens)
 
