@@ -195,7 +195,8 @@ class EngineCore:
         if isinstance(row, Logits) and sample.plain and row.greedy.token < vocab_size:
             return row.greedy
         if len(row) != vocab_size:
-            raise BackendError(f"the decoder returned a row of {len(row)} logits; the vocabulary has {vocab_size} tokens")
+            raise BackendError(f"the decoder returned a row of {len(row)} logits; the vocabulary has "
+                               f"{vocab_size} tokens")
         return choose_token(row, sample.request.sampling, sample.draws, sample.request.prompt_tokens,
                             sample.tokens[sample.prompt_length:], sample.stream.end_tokens)
 
