@@ -22,8 +22,8 @@ nox.options.reuse_venv = "yes"
 
 
 def spine_tests() -> list[str]:
-    """Modules of the tests of the spine and of what it stands on. Those of wings and scripts are in the full lane."""
-    found = sorted([*ROOT.glob("tests/test_*.py"), *ROOT.glob("tests/base/test_*.py")])
+    """Modules of the tests of the spine, of base and of command. Those of wings and scripts are in the full lane."""
+    found = sorted(path for folder in (".", "base", "command") for path in ROOT.glob(f"tests/{folder}/test_*.py"))
     return [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in found]
 
 

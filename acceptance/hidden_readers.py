@@ -9,6 +9,7 @@ most moves meet one that is taken, or unknown; what must happen follows from the
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 
 from hidden_case import model, tokens
@@ -38,7 +39,7 @@ class Readers:
     def __init__(self, case, scenario, **settings):
         self.case, self.scenario = case, scenario
         self.run = case.make(scenario, **settings)
-        self.engine, self.left, self.cancelled = self.run.engine, {}, []
+        self.engine, self.left, self.ended, self.cancelled = self.run.engine, {}, set(), []
 
     def play(self):
         """All moves, then the rest of every stream but those that nobody reads; all pages are back."""
@@ -86,8 +87,13 @@ class Readers:
                 self.case.same(event.index, index, "indices count from 0")
             if reason:
                 del self.left[name]
+                self.ended.add(name)
 
     def cancel(self, name):
+        if name not in self.left and name in self.ended:  # an engine may remember it, or not
+            with suppress(starter.UnknownRequestError):
+                self.engine.cancel(name)
+            return
         if name not in self.left:
             self.case.refuses(starter.UnknownRequestError, partial(self.engine.cancel, name), f"{name} is unknown")
             return

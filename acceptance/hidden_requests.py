@@ -55,7 +55,7 @@ def bad(rng, requests):
 def no_prompts(rng, vocabulary, context):
     """Things that are no prompt, and lengths that are no number of tokens."""
     few = rng.randint(1, 5)
-    wrong = [[[], few], ["abc"[:few], few], [[float(few)], few], [[1, None], few], [[str(few)], few]]
+    wrong = [[[], few], [{"1": few}, few], [[float(few)], few], [[1, None], few], [[str(few)], few]]
     wrong += [[[few], most] for most in (-few, float(few), True, None, str(few))]
     return [[prompt, most, "RequestError"] for prompt, most in rng.sample(wrong, len(wrong))]
 

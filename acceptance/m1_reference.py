@@ -148,7 +148,7 @@ class M1Reference(Case):
                 ("negative token", [-1], 4, starter.RequestError),
                 ("boolean token", [True], 4, starter.RequestError),
                 ("float token", [1.0], 4, starter.RequestError),
-                ("text as prompt", "abc", 4, starter.RequestError),
+                ("a mapping as prompt", {1: 2}, 4, starter.RequestError),
                 ("negative max_tokens", [1], -1, starter.RequestError),
                 ("float max_tokens", [1], 2.0, starter.RequestError),
                 ("boolean max_tokens", [1], True, starter.RequestError),

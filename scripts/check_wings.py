@@ -4,13 +4,13 @@
     python3 scripts/check_wings.py --jobs 2      two copies at a time
     python3 scripts/check_wings.py observe backends/cuda    only these, each in a copy of its own
 
-A wing is a package of ``starter`` other than ``base``. In each copy:
+A wing is a package of ``starter`` other than ``base`` and ``command``. In each copy:
 
     C1         scripts/verify_scaffold.py finds everything that the handout asks for
     C3         all files compile
     C4         the driver runs the fixture, and its output equals the golden tokens
     C5         the acceptance tests pass
-    spine      the tests of the spine and of base pass; those that need the wing skip and say so
+    spine      the tests of the spine, of base and of command pass; those that need the wing skip and say so
     refusals   what the wing gave is refused in one sentence that names the package, with exit code 2
 
 Without all wings every test of the spine is run. In the other copies only those are that it skipped there for want of
@@ -81,7 +81,7 @@ def find_wings(root: Path) -> list[str]:
     folder = root / "starter"
     pages = [*folder.glob("*/__init__.py"), *folder.glob("backends/*/__init__.py")]
     names = [page.parent.relative_to(folder).as_posix() for page in pages]
-    return sorted(name for name in names if name != "base")
+    return sorted(name for name in names if name not in ("base", "command"))
 
 
 def copy_without(wings: Sequence[str], target: Path) -> None:
@@ -95,8 +95,9 @@ def copy_without(wings: Sequence[str], target: Path) -> None:
 
 
 def spine_tests(root: Path) -> list[str]:
-    """The modules that test the spine and base."""
-    paths = [*sorted((root / "tests").glob("test_*.py")), *sorted((root / "tests" / "base").glob("test_*.py"))]
+    """The modules that test the spine, base and command."""
+    paths = [path for folder in (".", "base", "command")
+             for path in sorted((root / "tests" / folder).glob("test_*.py"))]
     return [".".join(path.relative_to(root).with_suffix("").parts) for path in paths]
 
 

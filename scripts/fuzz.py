@@ -48,7 +48,7 @@ VOCABULARY = CharacterVocabulary("abcdefghij", ("<bos>", "<eos>"))
 TOKENIZER = CharacterTokenizer(VOCABULARY, 0, CONFIG.eos_tokens)
 MODEL = Model(CONFIG, seeded_weights(CONFIG, 5), load_backend("reference"))
 BAD_REQUESTS: Sequence[tuple[object, object]] = (
-    ([], 3), ([1, 12], 3), ([1, -1], 3), ([True], 3), ("ab", 3), ([1], -1), ([1], 2.0), ([1], 10**18),
+    ([], 3), ([1, 12], 3), ([1, -1], 3), ([True], 3), (b"ab", 3), ("a?", 3), ([1], -1), ([1], 2.0), ([1], 10**18),
     ([2] * CONTEXT, 1))
 
 

@@ -3,9 +3,9 @@
     python3 scripts/house.py           tables; exit code 1 if a bound is broken
     python3 scripts/house.py --json    the same as one JSON document
 
-The parts of ``starter``: the *spine* is the modules at its top level, ``base`` is what the spine builds on, and every
-other package is a *wing*. The order of the spine is written down once, in the first contract of pyproject.toml, which
-import-linter checks as well; this script needs no package.
+The parts of ``starter``: the *spine* is the modules at its top level, ``base`` is what the spine builds on, ``command``
+is the command line above it, and every other package is a *wing*. The order of the spine is written down once, in the
+first contract of pyproject.toml, which import-linter checks as well; this script needs no package.
 
 Imports for type checkers only and imports inside functions count like any other. A *knot* is a group of modules that
 import each other in a circle. An import is *upward* if it does not lead to a lower layer, if it leads from the spine
@@ -37,7 +37,7 @@ FIXTURE = ROOT / "fixtures" / "tiny_model.json"
 BOUNDS = {
     "knots": 0,
     "upward_imports": 0,
-    "spine_files": 16,  # the goal is 14
+    "spine_files": 17,  # the goal is 14
     "spine_lines": 5_800,  # the goal is 2,600
     "request_files": 16,
     "largest_spine_file_kb": 54,
@@ -45,6 +45,7 @@ BOUNDS = {
 
 PACKAGE = "starter"
 PROGRAMS = ("driver", "__main__")
+ROOMS = ("base", "command")  # packages that are no wings
 LAYERS = re.compile(rf'^containers = \["{PACKAGE}"\]\nlayers = (\[.*?^\])', re.DOTALL | re.MULTILINE)
 
 Function = Union[ast.FunctionDef, ast.AsyncFunctionDef]
@@ -65,7 +66,7 @@ class Module:
 
     @property
     def part(self) -> str:
-        """"spine", "base", or the wing's name."""
+        """"spine", "base", "command", or the wing's name."""
         inner = "." in self.name or (self.is_package and self.name != "")
         return self.name.partition(".")[0] if inner else "spine"
 
@@ -151,9 +152,9 @@ def upward_imports(graph: Mapping[str, Iterable[str]], modules: Mapping[str, Mod
     heights[""] = heights[PROGRAMS[0]] - 0.5  # the package's page offers the engine's names to the programs and wings
 
     def height(module: Module) -> float:
-        if module.part not in ("spine", "base"):
+        if module.part not in ("spine", *ROOMS):
             return inf  # wings are above everything that they import
-        layer = module.name if module.part == "spine" else "base"
+        layer = module.name if module.part == "spine" else module.part
         if layer not in heights:
             raise ValueError(f"the layers in pyproject.toml have no {layer}; give it its place there")
         return heights[layer]

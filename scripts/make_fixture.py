@@ -27,7 +27,8 @@ from starter.backend import Batch, Piece, load_backend
 from starter.base.console import Console
 from starter.base.tokenizer import CharacterTokenizer
 from starter.base.weights import seeded_weights, weights_digest
-from starter.engine import InferenceEngine, play
+from starter.command.play import play
+from starter.engine import InferenceEngine
 from starter.model import Model
 from starter.reference import reference_generate
 from starter.schema import (

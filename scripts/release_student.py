@@ -150,11 +150,12 @@ def imported(source: str, package: str = "") -> Iterator[str]:
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
-    """Every function outside other functions, with its qualified name; of a property its getter."""
+    """Every function outside other functions, with its qualified name; of a property its getter, and no overloads."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef):
             yield from functions(node, f"{prefix}{node.name}.")
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not any(
+                isinstance(decorator, ast.Name) and decorator.id == "overload" for decorator in node.decorator_list):
             yield prefix + node.name, node
 
 

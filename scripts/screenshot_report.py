@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from starter.base.console import Console
-from starter.engine import InferenceEngine, play
+from starter.command.play import play
+from starter.engine import InferenceEngine
 from starter.observe.report import write_report
 from starter.schema import load_scenario
 from starter.timeline import VirtualClock

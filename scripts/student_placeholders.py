@@ -63,7 +63,7 @@ class core:
 class driver:
     def main(arguments=None):
         # Until everything is written: say what is missing, and end with exit code 0 all the same.
-        from starter.base.console import to_be_written
+        from starter.base.console import EXIT_OK, to_be_written
         options = make_parser(__doc__).parse_args(arguments)
 
         def _try():

@@ -104,18 +104,20 @@ class Batch:
         """Lay the pieces flat, in their order. A piece without pages (a request that is computed without a cache) gets
         no slots. O(tokens)."""
         batch = cls(page_size)
+        flat, positions, written = batch.tokens, batch.positions, batch.slots
         for tokens, start, pages, wants_logits in pieces:
             count = len(tokens)
-            batch.spans.append(Span(len(batch.tokens), count, start + count, pages, page_size))
-            batch.tokens += tokens
+            end = start + count
+            batch.spans.append(Span(len(flat), count, end, pages, page_size))
+            flat += tokens
             if count == 1 and pages:  # a decode: one slot
-                batch.positions.append(start)
-                batch.slots.append(pages[start // page_size] * page_size + start % page_size)
+                positions.append(start)
+                written.append(pages[start // page_size] * page_size + start % page_size)
             else:
-                batch.positions += range(start, start + count)
-                batch.slots += slots(pages, page_size, start, start + count) if pages else []
+                positions += range(start, end)
+                written += slots(pages, page_size, start, end) if pages else []
             if wants_logits:
-                batch.logit_rows.append(len(batch.tokens) - 1)
+                batch.logit_rows.append(len(flat) - 1)
         return batch
 
     def pieces(self) -> list[Piece]:

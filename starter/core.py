@@ -12,6 +12,7 @@ the streams; the scheduler owns the lifecycles, the page manager the block table
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, Union
@@ -19,14 +20,21 @@ from typing import Protocol, TypeVar, Union
 from .backend import Batch, Piece
 from .base.version import __version__
 from .base.wings import wing
-from .errors import BackendError, CapacityError, DuplicateRequestError, EngineError, QueueFullError
+from .errors import (
+    BackendError,
+    CapacityError,
+    DuplicateRequestError,
+    EngineError,
+    QueueFullError,
+    RequestError,
+)
 from .kv_cache import KVCacheManager, KVHandle, KVStore
 from .metrics import MetricsCollector
 from .model import Loaded, Model
-from .sampling import Choice, Draws, Logits, choose_token
-from .scheduler import ContinuousBatchScheduler, ScheduledChunk, ScheduleDecision, require_budget
+from .sampling import Choice, Draws, Logits, Sampler, choose_token
+from .scheduler import ContinuousBatchScheduler, Policy, ScheduledChunk, ScheduleDecision, require_budget
 from .schema import ENGINE_SHAPE, MODEL_SHAPE, EngineSettings, Request, sample_id
-from .sequences import RequestStream, Sample
+from .streams import RequestStatus, RequestStream, Sample
 from .timeline import Recorder
 
 Outcome = Union[Sequence[float], Exception]  # a row of logits, or why there is none
@@ -52,19 +60,26 @@ class Chosen:
 class EngineCore:
     """The live requests of one model, and the steps that serve them."""
 
-    def __init__(self, loaded: Loaded, settings: EngineSettings, clock: Callable[[], float]) -> None:
-        self.settings, self.tokenizer = settings, loaded.tokenizer
+    def __init__(self, loaded: Loaded, settings: EngineSettings, clock: Callable[[], float],
+                 policy: Policy | None = None, sampler: Sampler = choose_token) -> None:
+        self.settings, self.tokenizer, self.sampler = settings, loaded.tokenizer, sampler
         self.model = self._with_workers(loaded.model)
         self.metrics = MetricsCollector()
-        self.recorder = Recorder(clock, self.metrics)
+        self.recorder = Recorder(clock, self.metrics, settings.keep_events)
         self.streams: dict[str, RequestStream] = {}  # by request id: live, or with unread events
         self.samples: dict[str, Sample] = {}  # by sequence id: live ones
+        self.unread: OrderedDict[RequestStream, float] = OrderedDict()  # finished, with unread events; and since when
+        self.past: OrderedDict[str, RequestStatus] = OrderedDict()  # the last requests whose streams were forgotten
         self.kv = make_cache(self.model, settings, self._on_pages)
-        self.scheduler = ContinuousBatchScheduler(settings.max_running, settings.policy,
+        self.scheduler = ContinuousBatchScheduler(settings.max_running, policy or settings.policy,
                                                   self.kv if settings.use_cache else None,
                                                   settings.batching, settings.preemption)
         self.runner = ModelRunner(self.model, self.kv.store if settings.use_cache else None)
-        self.recorder.header(engine=__version__, backend=self.model.backend.name, settings=ENGINE_SHAPE.dump(settings),
+        recorded = ENGINE_SHAPE.dump(settings)
+        assert isinstance(recorded, dict)
+        if policy:  # a timeline can name the caller's own class, not hold it
+            recorded["policy"] = type(policy).__name__
+        self.recorder.header(engine=__version__, backend=self.model.backend.name, settings=recorded,
                              model=MODEL_SHAPE.dump(self.model.config), page_bytes=self.kv.store.page_bytes,
                              num_pages=self.kv.total_pages, weight_bytes=self.model.weight_bytes, **loaded.about)
 
@@ -82,11 +97,18 @@ class EngineCore:
         """Refuse what the model or the pool cannot serve, an id that is taken, and requests beyond max_waiting."""
         request.check_against(self.model.config)
         taken = self.streams.get(request.request_id)
-        if taken and taken.finish_reason not in (None, "cancelled"):
+        if taken and taken.unfinished:
+            raise DuplicateRequestError(f"request {request.request_id!r} is live; choose another id or cancel it first")
+        if taken and taken.finish_reason != "cancelled":
             raise DuplicateRequestError(f"the stream of the finished request {request.request_id!r} was not read to "
                                         f"its end; read it, or choose another id")
-        for number in range(request.sampling.n):
-            if (sequence_id := sample_id(request.request_id, number)) in self.samples:
+        whole, _, number = request.request_id.rpartition("#")
+        siblings = self.streams[whole].samples if whole in self.streams and self.streams[whole].unfinished else []
+        if request.request_id in [sample.id for sample in siblings]:
+            raise DuplicateRequestError(f"{request.request_id!r} is sample {number} of the live request {whole!r}; "
+                                        f"choose another id")
+        for index in range(request.sampling.n):
+            if (sequence_id := sample_id(request.request_id, index)) in self.samples:
                 raise DuplicateRequestError(f"request {sequence_id!r} is live; choose another id or cancel it first")
         if self.scheduler.waiting_count >= self.settings.max_waiting:
             raise QueueFullError(f"{self.scheduler.waiting_count} requests wait, and max_waiting is "
@@ -114,8 +136,12 @@ class EngineCore:
 
     def register(self, stream: RequestStream) -> None:
         """From now on the stream and its samples are found by their ids."""
+        request_id = stream.request.request_id
+        if request_id in self.streams:  # cancelled, and not read since
+            self.forget(self.streams[request_id])
+        self.past.pop(request_id, None)
         self.samples.update({sample.id: sample for sample in stream.samples})
-        self.streams[stream.request.request_id] = stream
+        self.streams[request_id] = stream
 
     def is_running(self, sample: Sample) -> bool:
         """Is this very sample running? Once it is finished, its id may belong to another request."""
@@ -192,13 +218,19 @@ class EngineCore:
 
     def _choice(self, sample: Sample, row: Sequence[float]) -> Choice:
         vocab_size = self.model.config.vocab_size
-        if isinstance(row, Logits) and sample.plain and row.greedy.token < vocab_size:
+        if sample.plain and isinstance(row, Logits) and row.greedy.token < vocab_size and self.sampler is choose_token:
             return row.greedy
         if len(row) != vocab_size:
             raise BackendError(f"the decoder returned a row of {len(row)} logits; the vocabulary has "
                                f"{vocab_size} tokens")
-        return choose_token(row, sample.request.sampling, sample.draws, sample.request.prompt_tokens,
-                            sample.tokens[sample.prompt_length:], sample.stream.end_tokens)
+        choice = self.sampler(row, sample.request.sampling, sample.draws, sample.request.prompt_tokens,
+                              sample.tokens[sample.prompt_length:], sample.stream.end_tokens)
+        if self.sampler is choose_token:
+            return choice
+        token, logprob, top_logprobs = choice
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise RequestError(f"the sampler chose {token!r}; the vocabulary has the tokens 0 to {vocab_size - 1}")
+        return Choice(token, logprob, top_logprobs)
 
     def settle(self, chosen: Chosen) -> None:
         """Record the step's results: failed requests end, the others get their tokens, finished ones give back
@@ -266,6 +298,30 @@ class EngineCore:
         if sample.started:
             self.recorder.event("finish", request=sample.id, reason=sample.finish_reason, tokens=sample.delivered,
                                  **fields)
+        if not sample.stream.unfinished:
+            self._keep_unread(sample.stream)
+
+    def _keep_unread(self, stream: RequestStream) -> None:
+        """The stream has ended and waits to be read. The oldest such streams are given up where the settings allow no
+        more of them, or none so old."""
+        settings, now = self.settings, self.recorder.now
+        self.unread[stream] = now
+        while self.unread:
+            oldest, since = next(iter(self.unread.items()))
+            if len(self.unread) <= settings.max_unread and (
+                    settings.unread_seconds is None or now - since <= settings.unread_seconds):
+                break
+            self.forget(oldest)
+
+    def forget(self, stream: RequestStream) -> None:
+        """The stream was read to its end, or will not be: its id is free. Its status is remembered for a while."""
+        self.unread.pop(stream, None)
+        request_id = stream.request.request_id
+        if self.streams.get(request_id) is stream:  # a newer request may have the id
+            del self.streams[request_id]
+            self.past[request_id] = stream.status
+            if len(self.past) > self.settings.max_unread:
+                self.past.popitem(last=False)
 
     def _on_pages(self, change: str, request_id: str, pages: tuple[int, ...]) -> None:
         """The page manager's observer."""

@@ -11,6 +11,7 @@ built-in error, the class inherits from it, too: code that does not know this pa
     |   +-- CapacityError               it can never fit, however long it waits
     |   +-- QueueFullError              too many requests wait already; try again later
     +-- UnknownRequestError (KeyError)  there is no request with this id
+    +-- StreamTimeoutError (TimeoutError)  a stream brought no event in the time that its reader gave it
     +-- OutOfPagesError                 it does not fit *now*; try again when pages are free
     |   +-- PoolTooSmallError           and never will: it needs more pages than the pool has (a CapacityError, too)
     +-- StaleHandleError                a handle that was released, or that another manager gave out
@@ -58,6 +59,10 @@ class UnknownRequestError(EngineError, KeyError):
 
     def __str__(self) -> str:  # KeyError would print the quoted repr of the message
         return str(self.args[0]) if self.args else ""
+
+
+class StreamTimeoutError(EngineError, TimeoutError):
+    """No event within the reader's timeout. The request goes on, and nothing is lost."""
 
 
 class OutOfPagesError(EngineError):

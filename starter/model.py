@@ -7,7 +7,7 @@ each token of a *batch* (``backend.Batch``), and attention reads earlier positio
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from math import hypot, sqrt
@@ -26,7 +26,7 @@ from .base.weights import (
     weights_digest,
 )
 from .base.wings import wing
-from .errors import RequestError
+from .errors import QuantizationError, RequestError
 from .kv_cache import KVStore
 from .quantization import QuantizedTensor, stacked_codes
 from .reference import reference_generate as reference_generate
@@ -71,21 +71,26 @@ LAYER_NAMES = {
 }
 
 
+Quantizer = Callable[[Sequence[Sequence[float]]], QuantizedTensor]  # of a matrix, given as rows: the caller's own
+
+
 class Model:
-    """A decoder with its weights on a backend. ``quantization`` applies to every matrix; gains and biases stay float. A
-    matrix that is quantized already keeps its codes.
+    """A decoder with its weights on a backend. ``quantization``, a config or the caller's own quantizer, applies to
+    every matrix; gains and biases stay float. A matrix that is quantized already keeps its codes.
 
     ``importance``, by tensor name: how much each column counts when the grids of that tensor are chosen
     (``calibration/importance.py`` measures it). Stacked tensors share their input, so the first one's applies to all.
     """
 
     def __init__(self, config: ModelConfig, weights: StoredWeights, backend: Backend,
-                 quantization: QuantizationConfig | None = None,
+                 quantization: QuantizationConfig | Quantizer | None = None,
                  importance: Mapping[str, Sequence[float]] | None = None) -> None:
         check_weights(config, weights)
-        self.config, self.backend, self.quantization = config, backend, quantization
+        self.config, self.backend = config, backend
+        self._quantizer = quantization if callable(quantization) else None
+        self.quantization = None if callable(quantization) else quantization
         self._importance = importance or {}
-        backend.expect(weights, quantization)
+        backend.expect(weights, self.quantization)
         self._loaded: dict[tuple[str, ...], Any] = {}  # by names: one tensor, or several stacked, in the backend's form
         self._rows = {name: tensor.shape[0] for name, tensor in weights.items()}
         self.embedding = self._load(weights, "model.embed_tokens.weight")
@@ -102,8 +107,12 @@ class Model:
         if names[0] not in weights:  # this architecture has no such tensor: check_weights found all that it has
             return None
         tensor = stacked([weights[name] for name in names])
-        loaded = (self.backend.vector(tensor) if isinstance(tensor, Tensor) and len(tensor.shape) == 1
-                  else self.backend.matrix(tensor, self.quantization, self._importance.get(names[0])))
+        if isinstance(tensor, Tensor) and len(tensor.shape) == 1:
+            loaded = self.backend.vector(tensor)
+        else:
+            if self._quantizer and isinstance(tensor, Tensor):
+                tensor = _quantized(self._quantizer, tensor)
+            loaded = self.backend.matrix(tensor, self.quantization, self._importance.get(names[0]))
         self._loaded[names] = loaded
         return loaded
 
@@ -168,6 +177,14 @@ class Model:
     def working_bytes(self) -> int:
         """Bytes that the backend keeps in addition, to compute faster."""
         return sum(map(self.backend.working_bytes, self.matrices.values()))
+
+
+def _quantized(quantizer: Quantizer, tensor: Tensor) -> QuantizedTensor:
+    codes = quantizer(tensor.rows())
+    if not isinstance(codes, QuantizedTensor) or codes.shape != tensor.shape:
+        raise QuantizationError(f"a quantizer returns a QuantizedTensor of the matrix's shape {tensor.shape}, not "
+                                f"{codes!r}")
+    return codes
 
 
 def _is_vector(names: Sequence[str]) -> bool:
@@ -246,19 +263,27 @@ def load_scenario_model(scenario: Scenario, backend: str | Backend, quantization
         "tokenizer": TOKENIZER_SHAPE.dump(scenario.tokenizer), **about_weights(weights, config)})
 
 
-def about_weights(weights: StoredWeights, quantization: QuantizationConfig | None) -> dict[str, object]:
-    return {"weights_sha256": weights_digest(weights), "quantization": asdict(quantization) if quantization else None}
+def about_weights(weights: StoredWeights, quantization: QuantizationConfig | Quantizer | None) -> dict[str, object]:
+    """For a timeline's header, which can name a caller's own quantizer, not hold it."""
+    about: object = asdict(quantization) if isinstance(quantization, QuantizationConfig) else None
+    if callable(quantization):
+        about = getattr(quantization, "__name__", type(quantization).__name__)
+    return {"weights_sha256": weights_digest(weights), "quantization": about}
 
 
-def quantization_config(quantization: object) -> QuantizationConfig | None:
-    """None, "int8", "int4", "int4-search" or a ready config -> config; "stored" is for checkpoints."""
+def quantization_config(quantization: object) -> QuantizationConfig | Quantizer | None:
+    """None, "int8", "int4", "int4-search", a ready config or a quantizer -> what ``Model`` takes; "stored" is for
+    checkpoints."""
     if quantization is None or isinstance(quantization, QuantizationConfig):
         return quantization
+    if callable(quantization) and not isinstance(quantization, type):
+        own: Quantizer = quantization
+        return own
     named = {"int8": QuantizationConfig(bits=8), "int4": QuantizationConfig(bits=4),
              "int4-search": QuantizationConfig(bits=4, symmetric=False, method="search")}
     if not isinstance(quantization, str) or quantization not in named:
-        raise RequestError(f"quantization must be None, {', '.join(map(repr, named))} or a QuantizationConfig, "
-                           f"not {quantization!r}")
+        raise RequestError(f"quantization must be None, {', '.join(map(repr, named))}, a QuantizationConfig or "
+                           f"a function from rows to a QuantizedTensor, not {quantization!r}")
     return named[quantization]
 
 

@@ -28,7 +28,7 @@ from heapq import nsmallest
 from itertools import accumulate, repeat
 from math import exp, inf, isnan, log
 from operator import sub
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from .errors import BackendError
 from .schema import SamplingParams
@@ -42,6 +42,16 @@ class Choice(NamedTuple):
     token: int
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler(Protocol):
+    """Chooses the next token from a row of logits [vocab_size]. ``choose_token`` is one; an engine accepts others.
+
+    It may draw from ``draws`` and must change nothing. An exception ends the request, and no other.
+    """
+
+    def __call__(self, logits: Sequence[float], params: SamplingParams, draws: Draws, prompt: Sequence[int],
+                 generated: Sequence[int], end_tokens: Collection[int], /) -> Choice: ...
 
 
 class Logits(Sequence[float]):

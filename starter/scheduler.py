@@ -69,6 +69,7 @@ from .sequences import SequenceState, WaitingQueue
 AGING = 16  # steps
 BYPASS_LIMIT = 8
 REFUSAL_LIMIT = 8
+WAITING_LISTED = 256
 _order = attrgetter("order")
 
 
@@ -145,9 +146,10 @@ class ScheduleDecision(NamedTuple):
     """What one step does. The tuples hold request ids; ``finished`` are those that ended since the last decision.
 
     ``chunks`` are in the order of the batch, ``running`` in the order of admission, ``waiting`` in the order in which
-    the requests began to wait (again, after a preemption). ``reasons`` gives each live request one sentence (of a long
-    queue, those that the policy puts first). ``found`` counts, for each admitted request, the prompt tokens that
-    shared pages already hold; resuming after a preemption does not count.
+    the requests began to wait (again, after a preemption). ``waiting_count`` requests wait; of more than
+    WAITING_LISTED, ``waiting`` names only the first, so that a decision stays small however long the queue. ``reasons``
+    gives each live request one sentence (of a long queue, those that the policy puts first). ``found`` counts, for each
+    admitted request, the prompt tokens that shared pages already hold; resuming after a preemption does not count.
     """
 
     step: int
@@ -160,6 +162,7 @@ class ScheduleDecision(NamedTuple):
     running: tuple[str, ...]
     reasons: dict[str, str]
     found: dict[str, int]
+    waiting_count: int
 
     @property
     def scheduled_tokens(self) -> int:
@@ -169,7 +172,7 @@ class ScheduleDecision(NamedTuple):
     def __repr__(self) -> str:
         batch = " ".join(f"{chunk.request_id}+{chunk.count}" for chunk in self.chunks)
         return (f"<ScheduleDecision: step {self.step}, {self.scheduled_tokens} of {self.budget_tokens} tokens: "
-                f"{batch or 'nothing'}; {len(self.waiting)} wait>")
+                f"{batch or 'nothing'}; {self.waiting_count} wait>")
 
     def _repr_html_(self) -> str | None:
         return picture("schedule", self)
@@ -266,7 +269,7 @@ class ContinuousBatchScheduler:
     @property
     def live(self) -> tuple[str, ...]:
         """Ids of all live requests, running ones first."""
-        return (*self._running, *self._waiting.ids)
+        return (*self._running, *self._waiting.ids())
 
     @property
     def waiting_count(self) -> int:
@@ -383,8 +386,8 @@ class ContinuousBatchScheduler:
     def _decision(self, plan: Plan) -> ScheduleDecision:
         finished, self._finished = tuple(self._finished), []
         return ScheduleDecision(plan.step, plan.budget, tuple(plan.chunks), tuple(plan.admitted), tuple(plan.preempted),
-                                finished, self._waiting.ids, tuple(self._running), plan.decodes | plan.reasons,
-                                plan.found)
+                                finished, self._waiting.ids(WAITING_LISTED), tuple(self._running),
+                                plan.decodes | plan.reasons, plan.found, len(self._waiting))
 
     def complete_step(self) -> None:
         """Count what the last step handed out as computed: requests that reach max_tokens are finished. Idempotent."""

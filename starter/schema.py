@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 from .base.console import EXIT_OK, Console, guarded, run_program
 from .base.fault_kinds import FAULT_SHAPE, ID_SHAPE, Fault
@@ -147,6 +147,25 @@ class SamplingParams:
     def bias(self) -> tuple[tuple[int, float], ...]:
         """``logit_bias`` as it is kept."""
         return self.logit_bias  # type: ignore[return-value]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Fields of SamplingParams as keyword arguments of ``engine.submit``."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    min_tokens: int
+    ignore_eos: bool
+    stop: Sequence[str]
+    logprobs: int | None
+    n: int
 
 
 SAMPLING_SHAPE = Record.of(SamplingParams, sparse=True)
@@ -284,6 +303,10 @@ class EngineSettings:
     use_cache         False recomputes the whole context for every token (for comparison)
     workers           processes that compute, this one included (see ``backends/workers/parallel.py``)
     seed              seeds the sampling of requests without a seed of their own
+    keep_events       events of the timeline that are kept in memory; 0 keeps none. Listeners and files get all of them
+    max_unread        finished requests whose events were not read to the end: the engine keeps at most this many, and
+                      forgets the oldest first. It remembers the status of as many that were read or forgotten
+    unread_seconds    and keeps each at most this long, by the engine's clock; null: as long as max_unread allows
     """
 
     page_size: Annotated[int, Integer(1, 65_536)] = 16
@@ -301,6 +324,9 @@ class EngineSettings:
     kv_quantization: Annotated[str | None, Nullable(OneOf(("int8",)))] = None
     workers: Annotated[int, Integer(1, 64)] = 1
     seed: Annotated[int, SEED_SHAPE] = 0
+    keep_events: Annotated[int, Integer(0, 10**9)] = 100_000
+    max_unread: Annotated[int, Integer(0, 10**9)] = 10_000
+    unread_seconds: Annotated[float | None, Nullable(Number(0.0, 1e9))] = None
 
     def __post_init__(self) -> None:
         if self.kv_quantization is not None and not self.use_cache:
@@ -337,7 +363,8 @@ class Golden:
     made_by: Annotated[str, Text()] = ""
 
 
-ENGINE_SHAPE = Record.of(EngineSettings)
+# What only bounds memory is left out while it has its default: it changes no decision and no token.
+ENGINE_SHAPE = Record.of(EngineSettings, sparse=("keep_events", "max_unread", "unread_seconds"))
 
 
 @dataclass(frozen=True)
@@ -381,7 +408,7 @@ class Scenario:
         ids: set[str] = set()
         for i, request in enumerate(self.requests):
             if request.request_id in ids:
-                raise SchemaError(f"the id {request.request_id!r} stands twice", f"/requests/{i}/request_id")
+                raise SchemaError(f"two requests have the id {request.request_id!r}", f"/requests/{i}/request_id")
             ids.add(request.request_id)
             try:
                 request.check_against(self.model)

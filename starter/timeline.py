@@ -57,16 +57,11 @@ from .base.wings import picture
 from .errors import SchemaError
 from .kv_cache import KVCacheManager
 from .scheduler import ScheduleDecision
-from .schema import (
-    REQUEST_SHAPE,
-    Request,
-    TokenEvent,
-)
+from .schema import REQUEST_SHAPE, EngineSettings, Request, TokenEvent
 
 # --------------------------------------------------------------------------------------------------------------- events
 
 TIMELINE_VERSION = 2
-KEPT_EVENTS = 100_000
 FINISH_REASONS = ("stop", "length", "cancelled", "error")
 CHANGES = ("allocate", "share", "copy", "append", "publish", "evict", "release", "swap_out", "swap_in")
 
@@ -91,7 +86,7 @@ class VirtualClock:
 class Timeline:
     """The last ``keep`` events in memory; listeners, such as a file that is being written, get all of them."""
 
-    def __init__(self, keep: int = KEPT_EVENTS) -> None:
+    def __init__(self, keep: int = EngineSettings.keep_events) -> None:
         self.header: Event = {}
         self._events: deque[Event | TokenEvent] = deque(maxlen=keep)  # as they were made: see _event
         self.listeners: list[Callable[[Event], None]] = []
@@ -233,11 +228,12 @@ class Recorder:
     and are written together, unless something else happens in between. Everything else is written at once.
     """
 
-    def __init__(self, clock: Callable[[], float], collector: Collector) -> None:
+    def __init__(self, clock: Callable[[], float], collector: Collector,
+                 keep_events: int = EngineSettings.keep_events) -> None:
         self.clock = clock
         self.steps = 0
         self.now = clock()  # the time of the last event
-        self.timeline = Timeline()
+        self.timeline = Timeline(keep_events)
         self._collector = collector
         self._tokens: dict[str, TokenEvent] = {}  # the newest ones, by sequence, not yet written
         self._held_back: list[tuple[str, Event]] | None = None  # while a step is being planned
@@ -245,8 +241,12 @@ class Recorder:
 
     def raise_trouble(self) -> None:
         """Raise what a listener failed with, now that nothing is left half done."""
-        if self.timeline.troubles:
-            raise self.timeline.troubles.pop(0)
+        if trouble := self.take_trouble():
+            raise trouble
+
+    def take_trouble(self) -> Exception | None:
+        """What a listener failed with, each failure once."""
+        return self.timeline.troubles.pop(0) if self.timeline.troubles else None
 
     def header(self, **fields: object) -> None:
         """The first event."""

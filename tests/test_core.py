@@ -11,7 +11,7 @@ from starter.core import EngineCore, Work
 from starter.errors import BackendError, DuplicateRequestError, RequestError
 from starter.model import Loaded, Model
 from starter.schema import EngineSettings, Request, SamplingParams
-from starter.sequences import RequestStream, Sample
+from starter.streams import RequestStream, Sample
 from starter.timeline import VirtualClock
 from tests.support import CONFIG, HEALTHY, TOKENIZER, WEIGHTS
 

@@ -11,7 +11,7 @@ from starter.schema import Request
 
 class DecisionsTest(unittest.TestCase):
     def test_scheduled_tokens(self) -> None:
-        decision = ScheduleDecision(0, 8, (), (), (), (), (), (), {}, {})
+        decision = ScheduleDecision(0, 8, (), (), (), (), (), (), {}, {}, 0)
         self.assertEqual(decision.scheduled_tokens, 0)
         chunks = (ScheduledChunk("a", 0, 5, "prefill"), ScheduledChunk("b", 9, 1, "decode"))
         self.assertEqual(decision._replace(chunks=chunks).scheduled_tokens, 6)

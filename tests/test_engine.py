@@ -26,6 +26,7 @@ from starter.model import Loaded, Model
 from starter.reference import reference_logits
 from starter.sampling import Draws, choose_token
 from starter.schema import CharacterVocabulary, SamplingParams, TokenEvent
+from starter.streams import RequestStatus
 from tests.support import (
     CONFIG,
     CONTEXT,
@@ -262,8 +263,12 @@ class Events(EngineCase):
         while len(events) < 6:
             events.append(next(engine.stream("a")))
         self.check_events(events, ("length",))
+        for use in (engine.stream, engine.poll):
+            self.assertRaises(UnknownRequestError, use, "a")
+        engine.cancel("a")  # a disconnected client's cancel may come after the last event: nothing happens
+        self.assertEqual(engine.status("a"), RequestStatus("a", "finished", len(FIVE["a"].prompt), 6, "length"))
         for use in (engine.stream, engine.poll, engine.cancel, engine.status):
-            for name in ("a", "never", "", 7, None):
+            for name in ("never", "", 7, None):
                 self.assertRaises(UnknownRequestError, use, name)
 
     def test_polling_runs_no_step(self) -> None:

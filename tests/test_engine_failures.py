@@ -467,7 +467,7 @@ class Failures(EngineCase):
 
             engine.timeline.listen(listener)
             engine.start()
-            while not engine._news._waiters:  # type: ignore[attr-defined]  # until its thread waits for work
+            while not engine._work._waiters:  # type: ignore[attr-defined]  # until its thread waits for work
                 sleep(0.001)
             self.assertRaises(KeyboardInterrupt, engine.submit, [1, 2], 3, request_id="x")
             events: list[TokenEvent] = []

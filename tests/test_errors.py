@@ -11,7 +11,7 @@ from starter.errors import EngineError, SchemaError, UnknownRequestError
 
 FAMILY = {
     "SchemaError": ValueError, "RequestError": ValueError, "QuantizationError": ValueError,
-    "UnknownRequestError": KeyError,
+    "UnknownRequestError": KeyError, "StreamTimeoutError": TimeoutError,
     "DuplicateRequestError": errors.RequestError, "CapacityError": errors.RequestError,
     "QueueFullError": errors.RequestError, "PoolTooSmallError": errors.OutOfPagesError,
     "OutOfPagesError": EngineError, "StaleHandleError": EngineError, "BackendError": EngineError,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from starter.backend import Batch, Piece, ReferenceBackend
 from starter.base.weights import Tensor, seeded_weights
-from starter.engine import InferenceEngine, load_scenario_model, play, tokens_of
+from starter.command.play import play, tokens_of
+from starter.engine import InferenceEngine, load_scenario_model
 from starter.errors import BackendError
 from starter.model import Model
 from starter.quantization import quantize

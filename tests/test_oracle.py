@@ -16,7 +16,8 @@ from math import exp, fsum, log
 from scripts.peers import Transformers
 from starter.backend import Batch, Piece, ReferenceBackend
 from starter.base.weights import Tensor, seeded_weights
-from starter.engine import InferenceEngine, play
+from starter.command.play import play
+from starter.engine import InferenceEngine
 from starter.model import Model, scenario_weights
 from starter.reference import reference_generate
 from starter.schema import ModelConfig, Scenario, load_scenario

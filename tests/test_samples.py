@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import accumulate, product
 from math import exp
 
-from starter.errors import DuplicateRequestError, UnknownRequestError
+from starter.errors import DuplicateRequestError, RequestError, UnknownRequestError
 from starter.metrics import Metrics
 from starter.reference import reference_logits
 from starter.sampling import Draws
@@ -94,7 +94,9 @@ class Numbers(EngineCase):
             mine = [event for event in events if event.sample == number]
             self.assertEqual("".join(event.text for event in mine), engine.tokenizer.decode(
                 [event.token for event in mine]))
-        self.assertEqual(engine.generate([PROMPT], 6, sampled(2).sampling), [tokens(solo(sampled(1))[0])])
+        self.assertEqual(engine.generate([PROMPT], 6, sampled(1).sampling), [tokens(solo(sampled(1))[0])])
+        with self.assertRaisesRegex(RequestError, "n must be 1; for several samples"):
+            engine.generate([PROMPT], 6, sampled(2).sampling)  # it once returned the first and dropped the second
 
 
 class Ends(EngineCase):
@@ -277,7 +279,7 @@ class Ids(EngineCase):
         self.check_outcomes(engine, {"r#1": Ask((1,), 1), "s": sampled(3)})
 
     def test_of_a_sample_that_has_ended_before_the_others(self) -> None:
-        """Its id is free again; the request's other samples, and whoever takes it, do not notice."""
+        """Its id is free when the whole request has ended."""
         ask = Ask(PROMPT, 9, SamplingParams(2.0, seed=1, n=3), stop_tokens=(5, 6, 7))
         first = min(range(1, 3), key=lambda number: len(solo(ask)[number]))
         engine = make_engine(page_size=2)
@@ -285,8 +287,11 @@ class Ids(EngineCase):
         while engine._core.streams["r"].samples[first].finish_reason is None:
             engine.step()
         self.assertIsNone(engine.status("r").finish_reason)
+        with self.assertRaisesRegex(DuplicateRequestError, f"is sample {first} of the live request 'r'"):
+            self.submit(engine, {f"r#{first}": FIVE["b"]})
+        self.check_outcomes(engine, {"r": ask})
         self.submit(engine, {f"r#{first}": FIVE["b"]})
-        self.check_outcomes(engine, {"r": ask, f"r#{first}": FIVE["b"]})
+        self.check_outcomes(engine, {f"r#{first}": FIVE["b"]})
 
 
 class Counted(EngineCase):

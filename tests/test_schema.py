@@ -46,7 +46,8 @@ DOCUMENT: dict[str, Any] = {
     "weights": {"source": "seeded", "seed": 3, "sha256": "f" * 64},
     "tokenizer": {"characters": "abc", "specials": ["<b>", "<e>"]},
     "engine": {"page_size": 2, "num_pages": 9, "kv_budget_bytes": 1000, "budget_tokens": 4, "max_running": 2,
-               "batching": "static", "max_waiting": 7, "policy": "shortest", "preemption": "swap", "host_pages": 3,
+               "batching": "static", "max_waiting": 7, "keep_events": 5, "max_unread": 6,
+               "unread_seconds": 7.5, "policy": "shortest", "preemption": "swap", "host_pages": 3,
                "prefix_sharing": True,
                "use_cache": False, "kv_quantization": None, "workers": 1, "seed": 5},
     "quantization": {"bits": 4, "group_size": 4, "symmetric": False, "method": "search"},
@@ -81,7 +82,7 @@ REQUIRED: set[Place] = {
 }
 NULLABLE: set[Place] = {
     ("model", "bos_token"), ("model", "head_dim"), ("model", "rope_scaling"), ("weights", "sha256"),
-    ("engine", "kv_budget_bytes"), ("engine", "kv_quantization"),
+    ("engine", "kv_budget_bytes"), ("engine", "kv_quantization"), ("engine", "unread_seconds"),
     ("quantization",), ("quantization", "group_size"), ("requests", 0, "sampling", "seed"),
     ("requests", 0, "cache_salt"), ("requests", 0, "sampling", "logprobs"), ("golden",),
     ("faults", 0, "request_id"), ("faults", 1, "request_id"),
@@ -142,7 +143,7 @@ class RoundTripTest(Case):
         self.assertEqual(scenario.engine, EngineSettings(
             page_size=2, num_pages=9, kv_budget_bytes=1000, budget_tokens=4, max_running=2, batching="static",
             max_waiting=7, policy="shortest", preemption="swap", host_pages=3, prefix_sharing=True, use_cache=False,
-            kv_quantization=None, seed=5))
+            kv_quantization=None, seed=5, keep_events=5, max_unread=6, unread_seconds=7.5))
         self.assertEqual(scenario.quantization, QuantizationConfig(4, 4, False, "search"))
         sampling = SamplingParams(
             temperature=0.5, top_k=2, top_p=0.5, min_p=0.25, seed=3, logit_bias={2: -1.5}, repetition_penalty=1.5,
@@ -304,7 +305,7 @@ class RefusalTest(Case):
                 (("tokenizer", "characters"), "aba", "/tokenizer/characters", "'a'"),
                 (("tokenizer", "specials"), ["<b>", "<b>"], "/tokenizer/specials", "twice"),
                 (("tokenizer", "characters"), "abcd", "/tokenizer", "names 6 tokens"),
-                (("requests", 1, "request_id"), "a/b", "/requests/1/request_id", "'a/b' stands twice"),
+                (("requests", 1, "request_id"), "a/b", "/requests/1/request_id", "two requests have the id 'a/b'"),
                 (("requests", 0, "prompt_tokens"), [2, 5], "/requests/0", "token 5 is outside"),
                 (("requests", 0, "stop_tokens"), [5], "/requests/0", "token 5 is outside"),
                 (("requests", 0, "prompt_tokens"), [2] * 6, "/requests/0", "prompt 6 + max_tokens 4 = 10"),

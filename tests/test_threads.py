@@ -107,8 +107,8 @@ class Locked(unittest.TestCase):
     def test_every_method_holds_the_lock_while_it_looks_at_requests(self) -> None:
         """Of the engine's tables of requests, and with them of all that hangs on an entry."""
         engine = make_engine()
-        engine._core.streams = watched(engine._core.streams, engine._news._is_owned)
-        engine._core.samples = watched(engine._core.samples, engine._news._is_owned)
+        engine._core.streams = watched(engine._core.streams, engine._work._is_owned)
+        engine._core.samples = watched(engine._core.samples, engine._work._is_owned)
         with self.assertRaisesRegex(AssertionError, "get without the lock"):
             engine._core.streams.get("r")
         Ask((1, 2), 4).submit(engine, "r")
@@ -204,7 +204,7 @@ class Closed(ThreadsCase):
         engine = make_engine()
         Ask((1, 2), 5).submit(engine, "r")
         reader = engine.stream("r")
-        engine._stepping = Closing()
+        engine.stepping = Closing()
         self.assertEqual([(event.token, event.finish_reason) for event in reader], [(None, "cancelled")])
         self.assertRaisesRegex(EngineError, "closed", engine.step)
 

@@ -13,7 +13,7 @@ from starter.core import ModelRunner
 from starter.engine import InferenceEngine
 from starter.kv_cache import KVCacheManager
 from starter.model import Model
-from starter.sequences import Sample
+from starter.streams import Sample
 
 from .mistake import mistake
 

@@ -18,7 +18,7 @@ from starter.engine import InferenceEngine
 from starter.metrics import MetricsCollector
 from starter.sampling import Draws
 from starter.scheduler import ContinuousBatchScheduler
-from starter.sequences import Sample
+from starter.streams import Sample, TokenStream
 from starter.timeline import Recorder
 
 from .mistake import mistake
@@ -27,13 +27,13 @@ from .mistake import mistake
 @mistake(32, "M3ContinuousBatching.test_streaming_is_incremental", says="until its request has news")
 def fake_streaming(patch):
     """Fake streaming: all tokens arrive at the end."""
-    right = InferenceEngine._read
+    right = TokenStream.__next__
 
-    def read(self, stream):
-        self.run()
-        yield from right(self, stream)
+    def wait(self):
+        self._engine.run()
+        return right(self)
 
-    patch(InferenceEngine, "_read", read)
+    patch(TokenStream, "__next__", wait)
 
 
 @mistake(33, "M3ContinuousBatching.test_cancel_inside_the_stream_loop", "M2KVCache.test_cancel_returns_pages",
@@ -170,29 +170,34 @@ def memory_budget_rounded_up(patch):
 @mistake(None, "M6EndToEnd.test_close_with_live_requests", says="close returns every page")
 def close_forgets_the_pages(patch):
     """close only says that the engine is closed."""
-    patch(InferenceEngine, "close", lambda self: setattr(self, "_closed", True))
+    patch(InferenceEngine, "close", lambda self: setattr(self, "closed", True))
 
 
 @mistake(None, "M6EndToEnd.test_streams_in_any_order", says="nothing is lost")
 def unread_tokens_dropped(patch):
     """Tokens that nobody reads in the step they come from are dropped."""
-    right = InferenceEngine._step_for
+    right = TokenStream.step
 
-    def step_for(self, stream):
-        for other in self._core.streams.values():
-            if other is not stream and other.finish_reason is None:
+    def step(self):
+        for other in self._engine._core.streams.values():
+            if other is not self.stream and other.finish_reason is None:
                 other.events.clear()
-        right(self, stream)
+        right(self)
 
-    patch(InferenceEngine, "_step_for", step_for)
+    patch(TokenStream, "step", step)
 
 
 @mistake(None, "M6EndToEnd.test_streams_from_threads", says="several threads")
 def one_thread_only(patch):
     """A stream that is read from another thread is empty."""
-    right = InferenceEngine._read
-    patch(InferenceEngine, "_read", lambda self, stream: right(self, stream) if current_thread() is main_thread()
-          else iter(()))
+    right = TokenStream.__next__
+
+    def read(self):
+        if current_thread() is not main_thread():
+            raise StopIteration
+        return right(self)
+
+    patch(TokenStream, "__next__", read)
 
 
 @mistake(None, "M6EndToEnd.test_generate", says="all or none")
@@ -200,7 +205,7 @@ def generate_leaves_the_rest_behind(patch):
     """When a prompt is refused, those before it stay in the engine."""
     def generate(self, prompts, max_tokens, sampling=None):
         names = [self.submit(prompt, max_tokens, sampling=sampling) for prompt in prompts]
-        return [self._tokens_of(name) for name in names]
+        return [list(self.result(name).tokens) for name in names]
 
     patch(InferenceEngine, "generate", generate)
 

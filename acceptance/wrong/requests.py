@@ -13,7 +13,7 @@ from starter.engine import InferenceEngine
 from starter.errors import SchemaError, UnknownRequestError
 from starter.scheduler import ContinuousBatchScheduler
 from starter.schema import load_scenario
-from starter.sequences import Sample
+from starter.streams import Sample
 
 from .mistake import mistake
 

@@ -17,7 +17,8 @@ from scripts.benches.rounds import measure
 from scripts.benches.tables import Table
 from starter.backend import Backend
 from starter.base.weights import seeded_weights
-from starter.engine import InferenceEngine, play, tokens_of
+from starter.command.play import play, tokens_of
+from starter.engine import InferenceEngine
 from starter.metrics import Metrics
 from starter.model import Loaded, Model
 from starter.schema import EngineSettings, QuantizationConfig, SamplingParams, Scenario

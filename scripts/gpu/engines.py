@@ -22,7 +22,7 @@ from scripts.gpu.timing import summary
 from scripts.quant_report import mean_loss, root_mean_square
 from starter import InferenceEngine, load_backend, load_scenario
 from starter.backend import Backend
-from starter.engine import play, tokens_of
+from starter.command.play import play, tokens_of
 from starter.errors import BackendError, RequestError
 from starter.model import Loaded, load_scenario_model
 from starter.schema import EngineSettings, Scenario

@@ -19,7 +19,7 @@ from starter import InferenceEngine, driver, load_backend, load_scenario
 from starter.__main__ import main as starter_main
 from starter.backend import Backend, Batch, Piece
 from starter.base.weights import Tensor, seeded_weights
-from starter.engine import play, tokens_of
+from starter.command.play import play, tokens_of
 from starter.errors import BackendError
 from starter.kv_cache import KVStore
 from starter.model import Model

@@ -19,8 +19,8 @@ from starter.backend import Batch, Piece
 from starter.backends.int8_pages import Int8KVStore
 from starter.base.model_config import QuantizationConfig
 from starter.base.weights import seeded_weights
+from starter.command.play import play, tokens_of
 from starter.core import most_tails
-from starter.engine import play, tokens_of
 from starter.errors import BackendError
 from starter.kv_cache import KVStore
 from starter.model import Model

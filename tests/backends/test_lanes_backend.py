@@ -21,7 +21,7 @@ from starter.backends.lanes.pages import MOST_POSITIONS, LanesKVStore
 from starter.base.rope import rotary_frequencies
 from starter.base.weights import Tensor, seeded_weights
 from starter.checkpoints.llama2c import read_llama2c
-from starter.engine import play, tokens_of
+from starter.command.play import play, tokens_of
 from starter.errors import BackendError
 from starter.model import Model
 from starter.schema import QuantizationConfig

@@ -12,7 +12,7 @@ from starter import InferenceEngine, load_backend, load_scenario
 from starter.backend import Batch, Piece
 from starter.backends.int8_pages import Int8KVStore
 from starter.base.weights import Tensor, seeded_weights
-from starter.engine import play, tokens_of
+from starter.command.play import play, tokens_of
 from starter.kv_cache import KVStore
 from starter.model import Model
 from starter.schema import QuantizationConfig

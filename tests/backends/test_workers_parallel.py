@@ -23,7 +23,8 @@ from starter.backends.workers.parallel import ParallelModel, ParallelStore
 from starter.backends.workers.process import Shelves, WorkerLost
 from starter.base.fault_kinds import BackendFault, NanLogits
 from starter.calibration.importance import column_importance
-from starter.engine import InferenceEngine, play, tokens_of
+from starter.command.play import play, tokens_of
+from starter.engine import InferenceEngine
 from starter.errors import BackendError
 from starter.kv_cache import KVStore
 from starter.model import Loaded, Model, load_scenario_model

@@ -68,7 +68,8 @@ class ScenarioModels(unittest.TestCase):
         self.assertEqual(loaded.model.quantization, config)
         self.assertEqual(quantization_config("int8"), QuantizationConfig(8))
         for wrong in ("int2", 8, True, {}):
-            self.assertRaisesRegex(RequestError, "'int4-search' or a QuantizationConfig", quantization_config, wrong)
+            self.assertRaisesRegex(RequestError, "'int4-search', a QuantizationConfig or a function",
+                                   quantization_config, wrong)
 
     def test_corrupting_one_packed_byte_changes_the_output(self) -> None:
         """No float copy of the weights is what is really used."""

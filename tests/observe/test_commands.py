@@ -18,7 +18,8 @@ from starter import __main__ as program
 from starter import driver
 from starter.base.weights import seeded_weights
 from starter.checkpoints.llama2c import UNSAID, write_llama2c
-from starter.engine import InferenceEngine, play
+from starter.command.play import play
+from starter.engine import InferenceEngine
 from starter.metrics import Metrics
 from starter.observe import commands
 from starter.observe.perfetto import chrome_trace

@@ -15,7 +15,8 @@ from scripts import fuzz
 from starter.base.fault_kinds import BackendFault, MemoryCut
 from starter.base.weights import seeded_weights, weights_digest
 from starter.checkpoints.safetensors import write_safetensors
-from starter.engine import InferenceEngine, play
+from starter.command.play import play
+from starter.engine import InferenceEngine
 from starter.errors import EngineError, RequestError, SchemaError
 from starter.model import Loaded
 from starter.observe.audit import Audit

@@ -12,7 +12,8 @@ from typing import Any
 
 from starter.__main__ import main
 from starter.base.fault_kinds import MemoryCut
-from starter.engine import InferenceEngine, play
+from starter.command.play import play
+from starter.engine import InferenceEngine
 from starter.errors import SchemaError
 from starter.metrics import Metrics
 from starter.observe import report

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.screenshot_report import Browser, programs
-from starter.engine import InferenceEngine, play
+from starter.command.play import play
+from starter.engine import InferenceEngine
 from starter.kv_cache import KVCacheManager
 from starter.metrics import MetricsCollector
 from starter.observe.report import write_report

@@ -131,8 +131,8 @@ class HandoutTest(unittest.TestCase):
 
 
 class ReadingOrderTest(unittest.TestCase):
-    ORDER = ("errors, schema, reference, backend, model, kv_cache, sampling, sequences, scheduler, quantization, "
-             "timeline, metrics, core, engine, numpy_backend, driver")
+    ORDER = ("errors, schema, reference, backend, model, kv_cache, sampling, sequences, scheduler, streams, "
+             "quantization, timeline, metrics, core, engine, numpy_backend, driver")
 
     def test_it_is_the_same_everywhere(self) -> None:
         for name in ("README.md", "README.zh-CN.md", "DESIGN.md", "docs/handout.md", "docs/handout.zh.md",

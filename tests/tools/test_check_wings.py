@@ -92,8 +92,8 @@ class VerdictTest(unittest.TestCase):
             original(wings, target)
             driver = target / "starter" / "driver.py"
             text = driver.read_text(encoding="utf-8")
-            driver.write_text(text.replace("from starter.engine", "import starter.calibration.importance\n"
-                                           "from starter.engine", 1), encoding="utf-8")
+            driver.write_text(text.replace("from starter.command", "import starter.calibration.importance\n"
+                                           "from starter.command", 1), encoding="utf-8")
 
         original, said = check_wings.copy_without, io.StringIO()
         with mock.patch.object(check_wings, "copy_without", spoilt), redirect_stdout(said), \

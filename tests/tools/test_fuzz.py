@@ -18,7 +18,7 @@ from starter.base.fault_kinds import MemoryCut
 from starter.core import EngineCore, ModelRunner, Outcome
 from starter.kv_cache import KVCacheManager, PagePool, PrefixIndex
 from starter.sampling import Draws
-from starter.sequences import RequestStream
+from starter.streams import RequestStream
 from tests.paths import ROOT
 
 

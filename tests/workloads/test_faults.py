@@ -14,7 +14,8 @@ from starter.base.fault_kinds import (
     RefusedPages,
     SlowConsumer,
 )
-from starter.engine import InferenceEngine, play
+from starter.command.play import play
+from starter.engine import InferenceEngine
 from starter.errors import RequestError
 from starter.scheduler import REFUSAL_LIMIT
 from starter.schema import CharacterVocabulary, EngineSettings, Request, Scenario, SeededWeights, parse_scenario

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from unittest import mock
 
 from starter.base.fault_kinds import MemoryCut, SlowConsumer
-from starter.engine import InferenceEngine, Played, play, tokens_of
+from starter.command.play import Played, play, tokens_of
+from starter.engine import InferenceEngine
 from starter.errors import UnknownRequestError
 from starter.schema import (
     CharacterVocabulary,

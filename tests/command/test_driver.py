@@ -17,7 +17,9 @@ from unittest import mock
 from starter import driver
 from starter.backend import load_backend
 from starter.base.weights import seeded_weights
-from starter.engine import InferenceEngine, play
+from starter.command import run as run_module
+from starter.command.play import play
+from starter.engine import InferenceEngine
 from starter.metrics import Metrics
 from starter.schema import (
     CharacterVocabulary,
@@ -319,10 +321,10 @@ class BadInputTest(Case):
 
     def test_what_the_machine_refuses(self) -> None:
         """No memory for so many pages; a disk that is full; a pipe whose reader has gone."""
-        with mock.patch.object(driver.InferenceEngine, "from_scenario", side_effect=MemoryError):
+        with mock.patch.object(InferenceEngine, "from_scenario", side_effect=MemoryError):
             self.check_refused(run("--fixture", self.file), "memory")
         for error, code in ((OSError(28, "No space left on device"), 2), (BrokenPipeError(32, "Broken pipe"), 0)):
-            with mock.patch.object(driver, "play", side_effect=error):
+            with mock.patch.object(run_module, "play", side_effect=error):
                 result = run("--fixture", self.file, "--quiet")
             self.assertEqual(result.code, code)
             self.assertEqual(result.err, f"error: {error}\n" if code else "")
@@ -333,7 +335,7 @@ class BadInputTest(Case):
             yield from [step for step, _ in zip(play(engine, scenario), range(2))]
             raise KeyboardInterrupt
 
-        with mock.patch.object(driver, "play", interrupted):
+        with mock.patch.object(run_module, "play", interrupted):
             result = run("--fixture", self.file, "--timeline", self.folder / "run.jsonl")
         self.assertEqual((result.code, result.err), (130, "interrupted\n"))
         events = read_timeline(self.folder / "run.jsonl")

@@ -9,8 +9,8 @@ import unittest
 
 from starter import InferenceEngine, load_scenario
 from starter.base.console import Console
-from starter.driver import StepPrinter, print_manifest, print_metrics, print_results
-from starter.engine import play
+from starter.command.play import play
+from starter.command.printing import StepPrinter, print_manifest, print_metrics, print_results
 from starter.metrics import Metrics
 from starter.timeline import VirtualClock
 from tests.paths import FIXTURE
