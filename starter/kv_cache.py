@@ -24,6 +24,8 @@ Promises, each a property in tests/test_kv_cache.py:
 - A page that can still be found is never handed out: eviction forgets it first, the least recently used one.
 - At least one token of a prompt is left to compute, also when all of it was found.
 - A released handle, or one from another manager, is refused: StaleHandleError.
+- An observer that raises breaks none of these. Its exception reaches the caller; an allocate or fork has then opened
+  nothing, and any other change is complete.
 """
 
 from __future__ import annotations
@@ -387,8 +389,11 @@ class KVCacheManager:
             internal_fragmentation=self.internal_fragmentation(), peak_tail_bytes=store.peak_tails * store.tail_bytes)
 
     def internal_fragmentation(self) -> int:
-        """Slots of used pages that hold no token, a shared page counted once. O(tables + pages not full)."""
+        """Slots of used pages that hold no token, a shared page counted once. O(tables), and where pages are shared
+        O(tables + pages not full)."""
         size = self.page_size
+        if not self._pool.shared:
+            return self._pool.used * size - sum(table.length for table in tuple(self._tables) if table.pages)
         return sum({page: size - (0 if i else table.length % size) for table in tuple(self._tables)
                     for i, page in enumerate(table.pages[table.length // size:])}.values())
 
@@ -413,9 +418,8 @@ class KVCacheManager:
         shared = tuple(page for page, _ in found)
         fresh = tuple(self._take(needed - len(shared), request_id, shared))
         length = len(shared) * self.page_size
-        table = self._open(KVHandle(request_id, (*shared, *fresh), length, [root, *(node for _, node in found)]))
-        self._observer("allocate", request_id, fresh)
-        return table
+        return self._open(KVHandle(request_id, (*shared, *fresh), length, [root, *(node for _, node in found)]),
+                          "allocate", fresh)
 
     def _find_prefix(self, root: Node, tokens: Sequence[int]) -> list[tuple[int, Node]]:
         """Pages that hold the beginning of ``tokens``, leaving at least the last token to be computed."""
@@ -434,20 +438,27 @@ class KVCacheManager:
         shared = parent.pages[:self.pages_for(parent.length)]
         for page in shared:
             self._pool.share(page)
-        child = self._open(KVHandle(request_id, shared, parent.length, list(parent.nodes)))
-        self._observer("share", request_id, shared)
-        return child
+        return self._open(KVHandle(request_id, shared, parent.length, list(parent.nodes)), "share", shared)
 
-    def _open(self, table: KVHandle) -> KVHandle:
+    def _open(self, table: KVHandle, change: str, pages: tuple[int, ...]) -> KVHandle:
         """Register the table. The tokens that it starts with were found: hits."""
         self._tables[table] = None
         self._counts["allocations"] += 1
         self._counts["hits"] += table.length
+        try:
+            self._observer(change, table.request_id, pages)
+        except BaseException:  # the caller never sees the handle, so nobody else could close it
+            self._close(table)
+            raise
         return table
 
     def release(self, handle: KVHandle) -> None:
         """Close the table; pages without another user are free again, or cached. O(pages)."""
         table = self._table(handle)
+        self._observer("release", table.request_id, self._close(table))
+
+    def _close(self, table: KVHandle) -> tuple[int, ...]:
+        """Forget the table; returns the pages that it listed."""
         del self._tables[table]
         pages, table.pages = table.pages, ()
         for page in reversed(pages):  # so the end is evicted before the beginning, which more requests can use
@@ -455,7 +466,7 @@ class KVCacheManager:
         for page in table.host_pages or ():
             self._host.drop(page)
         self._counts["releases"] += 1
-        self._observer("release", table.request_id, pages)
+        return pages
 
     # -------------------------------------------------------------------------------------------- filling
 
@@ -469,20 +480,21 @@ class KVCacheManager:
             return
         fresh = self._take(len(shared) + missing, table.request_id)
         self._copy_pages(self._pool, [table.pages[i] for i in shared], self._pool, fresh)
-        for index, target in zip(shared, fresh):
-            self._replace(table, index, target)
-        if missing:
-            added = tuple(fresh[len(shared):])
-            table.pages += added
+        copied = [(self._replace(table, index, target), target) for index, target in zip(shared, fresh)]
+        added = tuple(fresh[len(shared):])
+        table.pages += added
+        for pair in copied:  # an observer may raise, and by now the table lists every page that was taken
+            self._observer("copy", table.request_id, pair)
+        if added:
             self._observer("allocate", table.request_id, added)
 
-    def _replace(self, table: KVHandle, index: int, target: int) -> None:
-        """Copy-on-write, second half: the numbers are copied, now the table changes over."""
+    def _replace(self, table: KVHandle, index: int, target: int) -> int:
+        """Copy-on-write, second half: the numbers are copied, now the table changes over. Returns the page before."""
         source = table.pages[index]
         table.pages = (*table.pages[:index], target, *table.pages[index + 1:])
         self._pool.drop(source)
         self._counts["copies"] += 1
-        self._observer("copy", table.request_id, (source, target))
+        return source
 
     def commit(self, handle: KVHandle, token_count: int, tokens: Sequence[int] | None = None) -> None:
         """The first ``token_count`` positions now hold computed keys and values. Pages that are now full no longer
@@ -598,10 +610,9 @@ class KVCacheManager:
         raise StaleHandleError(f"{handle!r} was released, or is not of this cache manager; allocate a new one")
 
     def _resident(self, handle: KVHandle) -> KVHandle:
-        table = self._table(handle)
-        if table.host_pages is not None:
-            raise RequestError(f"{table.request_id} is swapped out; swap it in before its pages are used")
-        return table
+        if isinstance(handle, KVHandle) and handle in self._tables and handle.host_pages is None:
+            return handle
+        raise RequestError(f"{self._table(handle).request_id} is swapped out; swap it in before its pages are used")
 
     def _take(self, number: int, request_id: str, shared: tuple[int, ...] = ()) -> list[int]:
         """``number`` fresh pages, and one more user for each of the ``shared`` pages; all or nothing."""
@@ -610,10 +621,15 @@ class KVCacheManager:
         self._pool.require(number, request_id, shared)  # the last check: from here on nothing is refused
         for page in shared:  # first, so that none of them is evicted
             self._pool.share(page)
-        if shared:
-            self._observer("share", request_id, shared)
-        if evicted := self._pool.next_evicted(number):
-            self._observer("evict", request_id, evicted)
+        try:
+            if shared:
+                self._observer("share", request_id, shared)
+            if evicted := self._pool.next_evicted(number):
+                self._observer("evict", request_id, evicted)
+        except BaseException:
+            for page in reversed(shared):
+                self._pool.drop(page)
+            raise
         return self._pool.take(number, request_id)
 
     def _copy_pages(self, origin: PagePool, sources: Sequence[int], pool: PagePool, fresh: Sequence[int]) -> None:

@@ -771,5 +771,72 @@ class Arguments(unittest.TestCase):
         self.assertEqual((stats.hits, stats.misses, stats.copies, stats.allocations), (3, 4, 1, 2))
 
 
+class FailingObservers(unittest.TestCase):
+    def play(self, seed: int, fails_at: int) -> set[str]:
+        """Forty random operations; the observer raises at its call of this number. The kinds of change at which it
+        did."""
+        dice, calls, raised = random.Random(seed), [0], set()
+
+        def observe(kind: str, request_id: str, pages: tuple[int, ...]) -> None:
+            calls[0] += 1
+            if calls[0] == fails_at:
+                raised.add(kind)
+                raise OSError(kind)
+
+        kv = KVCacheManager(12, 2, prefix_sharing=True, host_pages=6, observer=observe)
+        prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7]]
+        live: list[tuple[KVHandle, list[int]]] = []
+        for number in range(40):
+            operation = dice.choice("allocate allocate fork append append commit out in release".split())
+            handle, tokens = dice.choice(live) if live else (None, [])
+            try:
+                if operation == "allocate":
+                    tokens = dice.choice(prompts)
+                    live.append((kv.allocate(f"r{number}", len(tokens), tokens), tokens))
+                elif handle is None:
+                    continue
+                elif operation == "fork":
+                    live.append((kv.fork(handle, f"r{number}"), tokens))
+                elif operation == "append":
+                    kv.append(handle, [1.0], [1.0])
+                elif operation == "commit":
+                    kv.reserve(handle, len(tokens))
+                    kv.commit(handle, max(kv.length(handle), len(tokens)), tokens)
+                elif operation == "out":
+                    kv.swap_out(handle)
+                elif operation == "in":
+                    kv.swap_in(handle, kv.length(handle))
+                else:
+                    live = [other for other in live if other[0] is not handle]
+                    kv.release(handle)
+            except (OSError, OutOfPagesError, RequestError):
+                pass
+            kv.check()
+        calls[0] = fails_at  # from here on it does not raise
+        for handle, _ in live:
+            kv.release(handle)
+        kv.check()
+        self.assertEqual((kv.free_pages, kv.free_host_pages), (12, 6))
+        return raised
+
+    def test_lose_no_page_whichever_change_they_fail_at(self) -> None:
+        raised = {kind for seed in range(30) for fails_at in range(1, 40) for kind in self.play(seed, fails_at)}
+        self.assertEqual(raised, {"allocate", "share", "copy", "append", "publish", "evict", "release", "swap_out",
+                                  "swap_in"})
+
+    def test_an_allocate_or_fork_that_was_observed_by_one_has_opened_nothing(self) -> None:
+        def observe(kind: str, request_id: str, pages: tuple[int, ...]) -> None:
+            if request_id == "bad":
+                raise OSError(kind)
+
+        kv = KVCacheManager(4, 2, observer=observe)
+        self.assertRaises(OSError, kv.allocate, "bad", 3)
+        self.assertEqual(kv.free_pages, 4)
+        good = kv.allocate("good", 3)
+        kv.commit(good, 3)
+        self.assertRaises(OSError, kv.fork, good, "bad")
+        self.assertEqual([kv.page(page).refcount for page in kv.pages(good)], [1, 1])
+
+
 if __name__ == "__main__":
     unittest.main()
