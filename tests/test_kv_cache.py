@@ -783,11 +783,11 @@ class FailingObservers(unittest.TestCase):
                 raised.add(kind)
                 raise OSError(kind)
 
-        kv = KVCacheManager(12, 2, prefix_sharing=True, host_pages=6, observer=observe)
+        kv = KVCacheManager(7, 2, prefix_sharing=True, host_pages=6, observer=observe)
         prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7]]
         live: list[tuple[KVHandle, list[int]]] = []
         for number in range(40):
-            operation = dice.choice("allocate allocate fork append append commit out in release".split())
+            operation = dice.choice("allocate allocate fork append append commit commit out in release release".split())
             handle, tokens = dice.choice(live) if live else (None, [])
             try:
                 if operation == "allocate":
@@ -816,7 +816,7 @@ class FailingObservers(unittest.TestCase):
         for handle, _ in live:
             kv.release(handle)
         kv.check()
-        self.assertEqual((kv.free_pages, kv.free_host_pages), (12, 6))
+        self.assertEqual((kv.free_pages, kv.free_host_pages), (7, 6))
         return raised
 
     def test_lose_no_page_whichever_change_they_fail_at(self) -> None:
