@@ -289,7 +289,7 @@ class EngineCore:
                     self._end(sample, "error", reason)
 
     def _end(self, sample: Sample, reason: str, error: str | None) -> None:
-        sample.end(reason, error, self.recorder.steps, self.recorder.clock())
+        sample.end(reason, error, self.recorder.steps, self.recorder.read_clock())
         self._forget(sample, **({"error": error} if error else {}))
 
     def _forget(self, sample: Sample, **fields: object) -> None:

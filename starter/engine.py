@@ -151,7 +151,7 @@ class InferenceEngine:
                 if isinstance(prompt_tokens, str):
                     prompt_tokens = self.tokenizer.encode(prompt_tokens, bos=True)
                 sampling = _with_options(SamplingParams() if sampling is None else sampling, options)
-                request = Request(request_id, prompt_tokens, max_tokens, self._core.recorder.clock(), priority,
+                request = Request(request_id, prompt_tokens, max_tokens, self._core.recorder.read_clock(), priority,
                                   sampling, stop_tokens, cache_salt)
                 self._core.check(request)
                 stream = self._core.make_stream(request)

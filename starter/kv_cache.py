@@ -610,9 +610,10 @@ class KVCacheManager:
         raise StaleHandleError(f"{handle!r} was released, or is not of this cache manager; allocate a new one")
 
     def _resident(self, handle: KVHandle) -> KVHandle:
-        if isinstance(handle, KVHandle) and handle in self._tables and handle.host_pages is None:
-            return handle
-        raise RequestError(f"{self._table(handle).request_id} is swapped out; swap it in before its pages are used")
+        table = self._table(handle)
+        if table.host_pages is not None:
+            raise RequestError(f"{table.request_id} is swapped out; swap it in before its pages are used")
+        return table
 
     def _take(self, number: int, request_id: str, shared: tuple[int, ...] = ()) -> list[int]:
         """``number`` fresh pages, and one more user for each of the ``shared`` pages; all or nothing."""

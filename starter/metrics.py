@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from .base.statistics import Durations, Histogram, Summary
+from .base.statistics import Durations, Histogram, Summary, duration
 from .base.wings import picture
 from .errors import SchemaError
 from .timeline import FINISH_REASONS, Event
@@ -62,7 +63,7 @@ class Metrics:
     queue: Summary
     histograms: Mapping[str, Histogram]  # "ttft", "itl", "tpot", "e2e" and "queue", in seconds
     batch_utilization: float | None
-    active_requests: tuple[int, ...]  # of every step
+    active_requests: tuple[int, ...]  # of every step, or of the last 10,000 steps
     preemptions: int
     prefilled_tokens: int  # of prompts that were computed or found to their end
     queried_tokens: int
@@ -90,7 +91,7 @@ class Metrics:
 
     def __repr__(self) -> str:
         return (f"<Metrics: {self.submitted} requests, {self.steps} steps, {self.output_tokens} tokens, "
-                f"TTFT {self.ttft.p50} s, TPOT {self.tpot.p50} s (medians)>")
+                f"TTFT {duration(self.ttft.p50)}, TPOT {duration(self.tpot.p50)} (medians)>")
 
     def _repr_html_(self) -> str | None:
         return picture("metrics_table", self)
@@ -119,12 +120,12 @@ class RequestTimes:
 
 @dataclass
 class MetricsCollector:
-    """Folds events one at a time: O(1) each, O(chunks) for a step."""
+    """Folds events one at a time: O(1) each, O(chunks) for a step. Its memory is bounded by the live requests."""
 
     header: Event = field(default_factory=dict)
     requests: dict[str, RequestTimes] = field(default_factory=dict)  # the live ones
     counts: Counter[str] = field(default_factory=Counter)
-    active: list[int] = field(default_factory=list)  # requests of each step
+    active: deque[int] = field(default_factory=partial(deque, maxlen=10_000))  # requests of each step
     planned: Event | None = None  # the last step; it is already counted, but may still be abandoned
     durations: dict[str, Durations] = field(
         default_factory=lambda: {name: Durations(bounds) for name, bounds in BOUNDS.items()})
@@ -220,7 +221,7 @@ class MetricsCollector:
             self.durations["tpot"].add((request.last_token - request.first_token) / (tokens - 1))
 
     def snapshot(self) -> Metrics:
-        """The metrics now. O(samples log samples)."""
+        """The metrics now. Some milliseconds at most, however long the engine has run."""
         counts, busy, header = self.counts, self.counts["busy_steps"], self.header
         elapsed = self.now - self.started if self.started is not None else 0.0
         running = sum(request.running for request in self.requests.values())
@@ -233,7 +234,7 @@ class MetricsCollector:
             prompt_tokens=counts["prompt_tokens"], output_tokens=counts["output_tokens"],
             computed_tokens=counts["computed"], found_tokens=counts["found"], elapsed_seconds=elapsed,
             tokens_per_second=counts["output_tokens"] / elapsed if elapsed > 0 else None,
-            **{name: Summary.of(self.durations[name].samples) for name in ("ttft", "tpot", "e2e", "queue")},
+            **{name: self.durations[name].summary() for name in ("ttft", "tpot", "e2e", "queue")},
             histograms={name: durations.histogram() for name, durations in self.durations.items()},
             batch_utilization=counts["scheduled"] / counts["offered"] if counts["offered"] else None,
             active_requests=tuple(self.active), preemptions=counts["preemptions"],

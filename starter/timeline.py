@@ -17,7 +17,8 @@ from those:
       fault    kind, fault (its fields): one of them happened
       step     the schedule: budget, computed (positions that go through the decoder), chunks [[request, start, count,
                phase]], admitted (for the first time, or resumed after a preemption), preempted, waiting, running,
-               reasons {request: sentence}, found {request: prompt tokens in shared pages}, used_pages, empty_slots
+               reasons {request: sentence}, found {request: prompt tokens in shared pages}, used_pages, empty_slots.
+               Of more than 256 waiting requests, waiting names the first, and waiting_count says how many there are
       abandon  the step just planned was interrupted: its computation does not count, changes made while planning
                stay, and the next step reuses its number
       pages    change, request (whose block table it is), pages, used_pages (in some table, after this change):
@@ -31,6 +32,8 @@ from those:
       fork     request, parent: another sample of one prompt starts at the parent's position
       token    request, index, token, text
       finish   request, reason, tokens (how many), error (where the reason is "error")
+      dropped  events: so many came between the header and what follows; they are no longer in memory (see
+               ``EngineSettings.keep_events``). Only in what was written afterwards; nothing can be proved from it
 
 Position p of a request lies in slot p % page_size of the page table[p // page_size], so the chunks say which slots are
 written (appended to) and read. A step's own event comes first, then what planning it changed, then, with the next
@@ -53,6 +56,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, Protocol, TextIO
 
+from .base.strict_json import describe
 from .base.wings import picture
 from .errors import SchemaError
 from .kv_cache import KVCacheManager
@@ -87,7 +91,7 @@ class Timeline:
     """The last ``keep`` events in memory; listeners, such as a file that is being written, get all of them."""
 
     def __init__(self, keep: int = EngineSettings.keep_events) -> None:
-        self.header: Event = {}
+        self._header: Event = {}
         self._events: deque[Event | TokenEvent] = deque(maxlen=keep)  # as they were made: see _event
         self.listeners: list[Callable[[Event], None]] = []
         self._lock = RLock()  # held while a new listener catches up: later events reach it afterwards
@@ -109,13 +113,19 @@ class Timeline:
         return picture("gantt", self)
 
     @property
+    def header(self) -> Event:
+        """The first event, a copy; {} before there is one. It is kept when others are dropped."""
+        header: Event = _copied(self._header)
+        return header
+
+    @property
     def events(self) -> tuple[Event, ...]:
-        """The events kept in memory, oldest first; made for the call, O(events)."""
+        """The events kept in memory, oldest first: copies, made for the call. O(events)."""
         return tuple(map(_event, tuple(self._events)))
 
     def listen(self, listener: Callable[[Event], None]) -> None:
         """Call ``listener`` with every event from now on, in the middle of what happens. It may look at the engine
-        and, on a token, cancel a request, but change nothing else."""
+        and, on a token, cancel a request, but change nothing else. All listeners share one copy of the event."""
         self.listeners.append(listener)
 
     def _remove(self, listener: Callable[[Event], None]) -> None:
@@ -126,7 +136,7 @@ class Timeline:
     def append(self, event: Event) -> None:
         """Append an event and deliver it to the listeners."""
         if event["event"] == "header":
-            self.header = event
+            self._header = event
         with self._lock:
             self._events.append(event)
             self.recorded += 1
@@ -180,8 +190,7 @@ class Timeline:
 
             with self._lock:
                 self._deliver_all()
-                dropped = [self.header] if self.header and self.recorded > len(self._events) else []
-                for event in (*dropped, *self.events):
+                for event in (*self._beginning(), *self.events):
                     write(event)
                 self.listen(write)
             try:
@@ -190,17 +199,34 @@ class Timeline:
                 self._remove(write)
 
 
+    def _beginning(self) -> list[Event]:
+        """What stands for the events that are no longer in memory."""
+        missing = self.recorded - len(self._events) - 1  # without the header
+        if not self._header or missing < 0:
+            return []
+        where = self.events[0] if self._events else self._header
+        mark = {"event": "dropped", "step": where["step"], "time": where["time"], "events": missing}
+        return [self.header, mark] if missing else [self.header]
+
+
 def _event(entry: Event | TokenEvent) -> Event:
-    """An entry as a plain dictionary. Tokens and steps, which are nearly all entries, are kept in the form that the
-    engine made; the price of plain lists and dictionaries is paid when they are read."""
+    """An entry as a plain dictionary of its own. Tokens and steps, which are nearly all entries, are kept in the form
+    that the engine made; the price of plain lists and dictionaries is paid when they are read."""
     if isinstance(entry, tuple):
         return {"event": "token", "step": entry.step + 1, "time": entry.time, "request": entry.sequence_id,
                 "index": entry.index, "token": entry.token, "text": entry.text}
     if entry["event"] != "step":
-        return entry
+        return {key: _copied(value) for key, value in entry.items()}
     names = {key: list(entry[key]) for key in ("admitted", "preempted", "waiting", "running")}
     maps = {key: dict(entry[key]) for key in ("reasons", "found")}
     return {**entry, "chunks": list(map(list, entry["chunks"])), **names, **maps}
+
+
+def _copied(value: Any) -> Any:
+    """A copy of what JSON can write, down to the last list."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return list(map(_copied, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _open_to_write(path: str | Path) -> TextIO:
@@ -221,7 +247,8 @@ class Collector(Protocol):
 
 
 class Recorder:
-    """Turns what the engine does into events, stamped with the number of completed steps and the clock's time.
+    """Turns what the engine does into events, stamped with the number of completed steps and the clock's time. Where a
+    clock is set back, time stands still until it has caught up: no duration is ever negative.
 
     While a step is being planned, the page manager and the faults already report what they do. These events are written
     after the step's own event, so that a timeline reads in the order of cause and effect. A step's tokens have one time
@@ -232,7 +259,9 @@ class Recorder:
                  keep_events: int = EngineSettings.keep_events) -> None:
         self.clock = clock
         self.steps = 0
-        self.now = clock()  # the time of the last event
+        self.now = clock()  # the time of the last event, never less than that of an earlier one
+        if isinstance(self.now, bool) or not isinstance(self.now, (int, float)):
+            raise SchemaError(f"expected a function that returns seconds, not {describe(self.now)}", "/clock")
         self.timeline = Timeline(keep_events)
         self._collector = collector
         self._tokens: dict[str, TokenEvent] = {}  # the newest ones, by sequence, not yet written
@@ -247,6 +276,10 @@ class Recorder:
     def take_trouble(self) -> Exception | None:
         """What a listener failed with, each failure once."""
         return self.timeline.troubles.pop(0) if self.timeline.troubles else None
+
+    def read_clock(self) -> float:
+        """The time, in seconds."""
+        return max(self.now, self.clock())
 
     def header(self, **fields: object) -> None:
         """The first event."""
@@ -280,12 +313,13 @@ class Recorder:
 
     def planned(self, decision: ScheduleDecision, computed: int, kv: KVCacheManager) -> None:
         """A step was planned; ``computed`` positions will go through the decoder."""
+        more = {"waiting_count": decision.waiting_count} if decision.waiting_count > len(decision.waiting) else {}
         self._append("step", {
             "budget": decision.budget_tokens, "computed": computed,
             "chunks": decision.chunks, "admitted": decision.admitted, "preempted": decision.preempted,
             "waiting": decision.waiting, "running": decision.running, "reasons": dict(decision.reasons),
             "found": dict(decision.found), "used_pages": kv.used_pages,
-            "empty_slots": kv.internal_fragmentation()})
+            "empty_slots": kv.internal_fragmentation(), **more})
         self._planned = True
 
     def abandoned(self) -> None:
@@ -300,7 +334,7 @@ class Recorder:
         self.steps += 1
         if isinstance(self.clock, VirtualClock):
             self.clock.tick()
-        self.now = self.clock()
+        self.now = self.read_clock()
 
     def token(self, sequence_id: str, token: TokenEvent) -> None:
         """A token of the step that was just completed. Listeners hear of it at once, as they may cancel the next
@@ -318,7 +352,7 @@ class Recorder:
 
     def _append(self, event: str, fields: Event) -> None:
         self.write_tokens()
-        self.now = self.clock()
+        self.now = self.read_clock()
         entry = {"event": event, "step": self.steps, "time": self.now, **fields}
         self._collector.observe(entry)  # before any listener can fail, or ask
         self.timeline.append(entry)

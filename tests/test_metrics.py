@@ -17,9 +17,9 @@ from starter.base.statistics import Summary
 from starter.engine import InferenceEngine
 from starter.errors import EngineError, SchemaError
 from starter.metrics import Metrics, MetricsCollector
-from starter.schema import SamplingParams
+from starter.schema import EngineSettings, SamplingParams
 from starter.timeline import Event
-from tests.support import FaultyBackend, failing_at, json_lines, make_engine, oracle, prompt_of
+from tests.support import HEALTHY, FaultyBackend, failing_at, json_lines, make_engine, oracle, prompt_of
 
 HEADER: Event = {"event": "header", "step": 0, "time": 0.0, "page_bytes": 100, "weight_bytes": 7}
 
@@ -191,6 +191,35 @@ class CountsTest(unittest.TestCase):
             events.append(further)
             metrics = Metrics.of(events)
             self.assertEqual((metrics.running, metrics.waiting), wanted)
+
+    def test_a_clock_that_is_set_back_makes_nothing_negative(self) -> None:
+        dice = random.Random(1)
+        engine = InferenceEngine(HEALTHY, EngineSettings(), lambda: dice.uniform(0.0, 100.0))
+        engine.generate([[1, 2], [3]], 4)
+        times = [event["time"] for event in engine.timeline]
+        self.assertEqual(times, sorted(times))
+        metrics = engine.metrics()
+        for name in ("ttft", "tpot", "e2e", "queue"):
+            summary = getattr(metrics, name)
+            self.assertGreaterEqual(min(summary.mean, summary.p50), 0.0, name)
+        self.assertEqual(min(metrics.histograms["itl"].sum, metrics.elapsed_seconds, 0.0), 0.0)
+
+    def test_memory_is_bounded_by_the_live_requests(self) -> None:
+        collector = MetricsCollector()
+        for number in range(20_000):
+            time = float(number)
+            collector.observe({"event": "submit", "step": number, "time": time, "request": "r", "prompt_tokens": [1]})
+            collector.observe({"event": "step", "step": number, "time": time, "admitted": ["r"], "preempted": [],
+                               "found": {}, "chunks": [["r", 0, 1, "prefill"]], "computed": 1, "budget": 1,
+                               "empty_slots": 0})
+            collector.tokens(["r"], time + 0.5)
+            collector.observe({"event": "finish", "step": number, "time": time + 1.0, "request": "r",
+                               "reason": "length", "tokens": 1})
+        metrics = collector.snapshot()
+        self.assertEqual((metrics.submitted, metrics.ttft.count, metrics.steps), (20_000, 20_000, 20_000))
+        self.assertAlmostEqual(metrics.ttft.p99 or 0.0, 0.5, delta=0.005)
+        self.assertEqual((metrics.ttft.mean, metrics.e2e.max, len(metrics.active_requests)), (0.5, 1.0, 10_000))
+        self.assertEqual((len(collector.requests), len(collector.durations["ttft"]._percentiles._samples)), (0, 0))
 
     def test_utilization_and_active_requests(self) -> None:
         """Of the budget of steps that scheduled something: (8 + 2 + 3) / (8 + 8 + 4)."""

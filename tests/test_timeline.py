@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
 import unittest
@@ -143,8 +144,74 @@ class KeepTest(FolderTest):
         timeline.append(HEAD)
         for i in range(4):
             timeline.write(self.path)
-            self.assertEqual(read_timeline(self.path), [timeline.header, *list(timeline)[i == 0 or i == 1:]])
+            kept = list(timeline)[i == 0 or i == 1:]
+            mark = [{"event": "dropped", "step": i - 2, "time": 0.0, "events": i - 2}] if i > 2 else []
+            self.assertEqual(read_timeline(self.path, whole=False), [timeline.header, *mark, *kept])
+            if mark:
+                with self.assertRaisesRegex(SchemaError, f"lacks {i - 2} events after its header"):
+                    read_timeline(self.path)
             timeline.append({"event": "cancel", "step": i, "time": 0.0, "request": "r"})
+
+    def test_what_is_handed_out_is_a_copy(self) -> None:
+        """Down to the last list: callers change what they get, and write the timeline afterwards."""
+        engine, heard = make_engine(), []
+
+        def spoil(value: object) -> None:
+            if isinstance(value, dict):
+                for item in list(value.values()):
+                    spoil(item)
+                value.clear()
+            elif isinstance(value, list):
+                for item in value:
+                    spoil(item)
+                value.clear()
+
+        def listener(event: Event) -> None:
+            heard.append(event["event"])
+            spoil(event)
+
+        engine.timeline.listen(listener)
+        engine.submit([1, 2], 3, sampling=SamplingParams(logit_bias={3: 1.0}), stop_tokens=[7])
+        decisions = [engine.step() for _ in range(4)]
+        before = json.dumps([engine.timeline.header, *engine.timeline.events])
+        for handed_out in (engine.timeline.header, *engine.timeline.events, *engine.timeline, decisions[0].reasons,
+                           decisions[0].found, engine.metrics().finished):
+            spoil(handed_out)
+        self.assertEqual(json.dumps([engine.timeline.header, *engine.timeline.events]), before)
+        self.assertLessEqual({"submit", "step", "pages", "token", "finish"}, {*heard})
+        self.assertEqual(engine.metrics().finished["length"], 1)
+
+    def test_keep_events_bounds_memory_and_0_keeps_none(self) -> None:
+        for keep in (0, 1, 5):
+            engine, heard = make_engine(keep_events=keep), []
+            engine.timeline.listen(heard.append)
+            engine.generate([[1, 2]], 4)
+            self.assertEqual((len(engine.timeline), engine.timeline.recorded), (keep, len(heard) + 1))
+            self.assertEqual(engine.timeline.header["event"], "header")
+            self.assertEqual("keep_events" in engine.timeline.header["settings"], True)
+        self.assertNotIn("keep_events", make_engine().timeline.header["settings"])  # only where it is not the default
+
+    def test_a_step_event_does_not_grow_with_the_queue(self) -> None:
+        engine = make_engine(max_running=1)
+        for _ in range(256):
+            engine.submit([1], 1)
+        self.assertEqual(len(engine.step().waiting), 255)
+        for _ in range(700):
+            engine.submit([1], 1)
+        decision = engine.step()
+        [*_, step] = [event for event in engine.timeline if event["event"] == "step"]
+        self.assertEqual((len(decision.waiting), decision.waiting_count), (256, 954))
+        self.assertEqual((tuple(step["waiting"]), step["waiting_count"]), (decision.waiting, 954))
+        self.assertNotIn("waiting_count", next(event for event in engine.timeline if event["event"] == "step"))
+
+    @needs_wing("observe")
+    def test_a_long_queue_is_proved_like_a_short_one(self) -> None:
+        engine = make_engine(max_running=2)
+        for _ in range(600):
+            engine.submit([1], 2)
+        engine.run()
+        engine.timeline.write(self.path)
+        self.assertEqual(Audit.of(read_timeline(self.path)).violations, [])
 
     def test_a_listener_that_fails_is_let_go_and_the_others_still_hear(self) -> None:
         def fail(event: Event) -> None:

@@ -170,9 +170,9 @@ def handles_numbered_by_each_manager(patch):
     """Every manager numbers its handles from 0, so that one opens the tables of another."""
     right_open, right_table, numbers = KVCacheManager._open, KVCacheManager._table, {}
 
-    def open_table(self, table):
+    def open_table(self, table, *change):
         numbers[table] = self._counts["allocations"]
-        return right_open(self, table)
+        return right_open(self, table, *change)
 
     def find(self, handle):
         same = [table for table in self._tables if numbers[table] == numbers.get(handle)]

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import ceil
+from math import ceil, log
+
+
+def duration(seconds: float | None) -> str:
+    """Three digits and a unit: "12.3 ms"; "-" for None."""
+    if seconds is None:
+        return "-"
+    unit, scale = next(((unit, scale) for unit, scale in (("s", 1.0), ("ms", 1e3)) if abs(seconds) * scale >= 1.0),
+                       ("µs", 1e6))
+    return f"{seconds * scale:.3g} {unit}" if seconds else "0 s"
 
 
 @dataclass(frozen=True)
@@ -19,6 +29,10 @@ class Summary:
     p90: float | None = None
     p99: float | None = None
     max: float | None = None
+
+    def __repr__(self) -> str:
+        return (f"<Summary: {self.count} samples, mean {duration(self.mean)}, p50 {duration(self.p50)}, "
+                f"p90 {duration(self.p90)}, p99 {duration(self.p99)}, max {duration(self.max)}>")
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Summary:
@@ -44,18 +58,72 @@ class Histogram:
         return self.counts[-1]
 
 
+class Percentiles:
+    """Samples from 0 up, for a summary in bounded memory.
+
+    Up to EXACT samples are kept, and the summary is exact. From then on they are counted in buckets, each GROWTH times
+    as wide as the one before, so that a percentile is off by at most 1% of itself, whatever the samples (Masson, Rim
+    and Lee 2019, "DDSketch"; bounds between 1 ns and 30 years). Count, mean and largest stay exact.
+    """
+
+    EXACT = 4096
+    GROWTH = 1.01 / 0.99
+    _SMALLEST, _LARGEST = 1e-9, 1e9
+
+    def __init__(self) -> None:
+        self._samples: list[float] = []
+        self._buckets: Counter[int] = Counter()  # by number; used once there are too many samples
+        self._count, self._sum, self._max = 0, 0.0, 0.0
+
+    def add(self, sample: float) -> None:
+        """O(1)."""
+        self._count += 1
+        self._sum += sample
+        self._max = max(self._max, sample)
+        if self._buckets:
+            self._buckets[self._bucket(sample)] += 1
+            return
+        self._samples.append(sample)
+        if len(self._samples) > self.EXACT:
+            self._buckets.update(map(self._bucket, self._samples))
+            self._samples.clear()
+
+    def _bucket(self, sample: float) -> int:
+        """Bucket i holds the samples from GROWTH ** (i - 1) to GROWTH ** i."""
+        return ceil(log(min(max(sample, self._SMALLEST), self._LARGEST)) / log(self.GROWTH))
+
+    def summary(self) -> Summary:
+        """O(n log n) in the samples or buckets that are kept, at most some thousand."""
+        if not self._buckets:
+            return Summary.of(self._samples)
+        numbers = sorted(self._buckets)
+        reached = list(accumulate(self._buckets[number] for number in numbers))
+
+        def percentile(share: float) -> float:
+            number = numbers[bisect_left(reached, ceil(self._count * share))]
+            middle = 2 * self.GROWTH**number / (self.GROWTH + 1)  # within 1% of everything in the bucket
+            return 0.0 if middle <= self._SMALLEST else min(middle, self._max)
+
+        return Summary(self._count, self._sum / self._count, percentile(0.5), percentile(0.9), percentile(0.99),
+                       self._max)
+
+
 class Durations:
-    """Collects samples. The histogram takes constant space; the list is only for the summary."""
+    """Collects samples for a summary and for a histogram, both in bounded memory."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """``bounds``: upper bounds of the histogram's buckets in seconds, ascending; one bucket more lies above."""
-        self.samples: list[float] = []
+        self._percentiles = Percentiles()
         self._bounds, self._buckets, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def add(self, seconds: float) -> None:
         """Take a sample into both. O(log buckets)."""
-        self.samples.append(seconds)
+        self._percentiles.add(seconds)
         self.count(seconds)
+
+    def summary(self) -> Summary:
+        """Of the samples that were added."""
+        return self._percentiles.summary()
 
     def count(self, seconds: float) -> None:
         """Take a sample into the histogram alone."""

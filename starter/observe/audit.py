@@ -258,7 +258,8 @@ class Audit:
             self._wrong("V4", *(f"{name} is listed as {'running' if running else 'waiting'}, but is not"
                                 for name in names if name not in self._live or self._live[name].running is not running))
         named = {*plan["running"], *plan["waiting"]}
-        self._unlisted = [record for name, record in self._live.items() if name not in named]
+        self._unlisted = [record for name, record in self._live.items()
+                          if name not in named and (record.running or "waiting_count" not in plan)]
         self._check_fairness(plan)
 
     def _check_chunk(self, name: str, start: int, count: int, phase: str) -> None:

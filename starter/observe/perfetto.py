@@ -111,7 +111,8 @@ class _Writer:
         for request, start, count, phase in event["chunks"]:
             self._turn(request, f"{phase} {start}" if count == 1 else f"{phase} {start}..{start + count - 1}", reasons)
         self._count("budget", used=scheduled, left=event["budget"] - scheduled)
-        self._count("requests", running=len(event["running"]), waiting=len(event["waiting"]))
+        self._count("requests", running=len(event["running"]),
+                    waiting=event.get("waiting_count", len(event["waiting"])))
 
     def _turn(self, request: str, name: str, reasons: dict[str, str]) -> None:
         if track := self._tracks.get(request):

@@ -23,9 +23,11 @@ from starter.schema import ENGINE_SHAPE, MAX_PAGES, MODEL_SHAPE, QUANTIZATION_SH
 from starter.timeline import CHANGES, FINISH_REASONS, TIMELINE_VERSION, Event
 
 
-def read_timeline(path: str | Path) -> list[Event]:
-    """The events of a timeline file. Each has all keys that ``timeline.py`` documents for its kind, with values of the
-    right type; unknown kinds and keys are left alone. SchemaError names the line of the first damage. O(bytes)."""
+def read_timeline(path: str | Path, whole: bool = True) -> list[Event]:
+    """The events of a timeline file; where it has to be ``whole``, SchemaError if its beginning is lost.
+
+    Each event has all keys that ``timeline.py`` documents for its kind, with values of the right type; unknown kinds
+    and keys are left alone. SchemaError names the line of the first damage. O(bytes)."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except (OSError, ValueError) as error:
@@ -36,6 +38,10 @@ def read_timeline(path: str | Path) -> list[Event]:
         raise SchemaError(f"{path} does not begin with a header event: not a timeline")
     if any(event["event"] == "header" for event in events[1:]):
         raise SchemaError(f"{path} has more than one header: these are several timelines")
+    if whole and (missing := sum(event["events"] for event in events if event["event"] == "dropped")):
+        raise SchemaError(f"{path} lacks {missing} events after its header: they were no longer in memory when it was "
+                          f"written. Write a timeline while the engine runs (--timeline, or timeline.written_to), or "
+                          f"keep more events (keep_events)")
     return events
 
 
@@ -124,7 +130,8 @@ _KEYS: Mapping[str, Mapping[str, _Rule]] = {  # by kind, what a reader may rely 
     "fault": {"kind": _text, "fault": _object},
     "step": {"budget": _COUNT, "computed": _COUNT, "chunks": _chunks, "admitted": _IDS, "preempted": _IDS,
              "waiting": _IDS, "running": _IDS, "reasons": _sentences, "found": MapOf(Integer(0, 2**53)).parse,
-             "used_pages": _COUNT, "empty_slots": _COUNT},
+             "used_pages": _COUNT, "empty_slots": _COUNT, "waiting_count?": _COUNT},
+    "dropped": {"events": _COUNT},
     "abandon": {},
     "pages": {"change": OneOf(CHANGES).parse, "request": _text, "pages": _COUNTS, "used_pages": _COUNT},
     "fork": {"request": _ID, "parent": _ID},

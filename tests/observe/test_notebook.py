@@ -244,7 +244,7 @@ class ReprTest(unittest.TestCase):
                 (engine.step(0), "<ScheduleDecision: step 1, 0 of 0 tokens: nothing; 0 wait>"),
                 (engine, "<InferenceEngine reference: step 2, 1 active requests, 8 of 9 pages free>"),
                 (engine.kv, "<KVCacheManager: 8 of 9 pages of 4 tokens free, 0 of them cached; 1 block tables>"),
-                (engine.metrics(), "<Metrics: 1 requests, 2 steps, 1 tokens, TTFT 1.0 s, TPOT None s (medians)>"),
+                (engine.metrics(), "<Metrics: 1 requests, 2 steps, 1 tokens, TTFT 1 s, TPOT - (medians)>"),
                 (tensor, f"<QuantizedTensor 1 x 2: int4, a group a row, asymmetric; {tensor.nbytes} bytes, "
                          f"{tensor.nbytes / 8:.2f} of float32>"),
                 (quantization_error(tensor, [[1.0, 2.0]]), re.compile(r"<Picture: \d+ characters of HTML>"))):
