@@ -208,8 +208,9 @@ class EngineCore:
             try:
                 if isinstance(row, Exception):
                     raise row
-                for each in (sample, *sample.others):
-                    chosen.tokens[each] = self._choice(each, row)
+                chosen.tokens[sample] = self._choice(sample, row)
+                for other in sample.others:
+                    chosen.tokens[other] = self._choice(other, row)
             except Exception as error:
                 chosen.failures[sample] = error
         self.kv.drop_unused_tails(page for sample, span in zip(work.samples, work.batch.spans) if sample.finish_reason

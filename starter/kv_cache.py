@@ -503,14 +503,14 @@ class KVCacheManager:
         if not table.length <= token_count <= len(table.pages) * self.page_size:
             raise RequestError(f"{table.request_id} has {table.length} tokens and {len(table.pages)} pages of "
                                f"{self.page_size}; it cannot hold {token_count}")
-        if self._shared_among(table, table.length, token_count):
+        if self._pool.shared and self._shared_among(table, table.length, token_count):
             raise RequestError(f"{table.request_id} shares the page it would fill; reserve() the positions first")
         first, full = table.length // self.page_size, token_count // self.page_size
-        for page in table.pages[first:full]:
+        for page in table.pages[first:full] if full > first else ():
             self.store.drop_tail(page)
         self._counts["misses"] += token_count - table.length
         table.length = token_count
-        if self.prefix_sharing and tokens is not None:
+        if self.prefix_sharing and tokens is not None and len(table.nodes) <= full:  # the root is one of the nodes
             self._publish(table, tokens)
 
     def _publish(self, table: KVHandle, tokens: Sequence[int]) -> None:

@@ -787,8 +787,8 @@ class FailingObservers(unittest.TestCase):
         prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7]]
         live: list[tuple[KVHandle, list[int]]] = []
         for number in range(40):
-            operation = dice.choice(["allocate", "allocate", "fork", "append", "append", "commit", "commit", "out", "in",
-                                     "release", "release"])
+            operation = dice.choice(["allocate", "allocate", "fork", "append", "append", "commit", "commit",
+                                     "out", "in", "release", "release"])
             handle, tokens = dice.choice(live) if live else (None, [])
             try:
                 if operation == "allocate":
