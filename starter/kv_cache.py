@@ -24,57 +24,52 @@ Promises, each a property in tests/test_kv_cache.py:
 - A page that can still be found is never handed out: eviction forgets it first, the least recently used one.
 - At least one token of a prompt is left to compute, also when all of it was found.
 - A released handle, or one from another manager, is refused: StaleHandleError.
-- An observer that raises breaks none of these. Its exception reaches the caller; an allocate or fork has then opened
-  nothing, and any other change is complete.
+- An observer may raise at any change, and pages are conserved. The exception reaches the caller. The call ends with
+  this change complete, or, if it was to return a handle, with nothing opened.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
+from .base.strict_json import Integer, Text, check_argument
+from .base.vectors import checked_vector
 from .base.wings import picture
 from .errors import EngineError, OutOfPagesError, PoolTooSmallError, RequestError, StaleHandleError
 
 
 @dataclass(frozen=True)
 class PageInfo:
-    """One page: the number of tables that list it, their request ids, and "free", "used" or "cached"."""
+    """One page, for people and tests."""
 
-    refcount: int
-    users: tuple[str, ...]
-    state: str
+    refcount: int  # tables that list it
+    users: tuple[str, ...]  # their request ids
+    state: str  # "free", "used" or "cached"
 
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters since the manager was made, and the state of the pool now.
+    """Counters since the manager was made, and the state of the pool now. A shared page counts once."""
 
-    allocations, releases   handles given out (forks included) and taken back
-    hits, misses            tokens found already computed (shared prefixes and forks), and tokens that were computed
-    copies, evictions       pages copied on write; cached pages whose content was given up for another use
-    peak_pages, peak_bytes  the most pages in use at once, a shared page counted once
-    internal_fragmentation  empty slots in used pages now, a shared page counted once
-    swaps_out, swaps_in     tables moved to host pages and back
-    peak_tail_bytes         the most bytes of tails at once (see ``KVStore``)
-    """
-
-    allocations: int
-    releases: int
-    hits: int
-    misses: int
-    copies: int
-    evictions: int
-    peak_pages: int
+    allocations: int  # handles given out, forks included
+    releases: int  # handles taken back
+    hits: int  # tokens found already computed: shared prefixes and forks
+    misses: int  # tokens that were computed
+    copies: int  # pages copied on write
+    evictions: int  # cached pages whose content was given up for another use
+    peak_pages: int  # the most pages in use at once
     peak_bytes: int
-    internal_fragmentation: int
-    swaps_out: int = 0
-    swaps_in: int = 0
-    peak_tail_bytes: int = 0
+    internal_fragmentation: int  # empty slots in used pages now
+    swaps_out: int = 0  # tables moved to host pages
+    swaps_in: int = 0  # tables brought back
+    peak_tail_bytes: int = 0  # the most bytes of tails at once (see ``KVStore``)
 
 
 # -------------------------------------------------------------------------------------- the numbers inside the pages
@@ -84,10 +79,8 @@ class KVStore(ABC):
     """The numbers inside the pages, in a form of its own: each backend has a store that its attention reads. The page
     manager says which page; the store does not know which request it belongs to.
 
-    A token's key is ``width`` = layers * kv_heads * head_width numbers, layer after layer; its value likewise.
-
-    Int8 pages also have *tails* (``backends/int8_pages.py``): the float keys of a page that is being filled. For pages
-    of floats the defaults are right.
+    A token's key is ``width`` = layers * kv_heads * head_width numbers, layer after layer; its value likewise. Int8
+    pages also have *tails*, the float keys of a page that is being filled (``backends/int8_pages.py``).
     """
 
     width: int
@@ -105,42 +98,43 @@ class KVStore(ABC):
 
     @abstractmethod
     def copy_page(self, source: int, target: int, origin: Any = None) -> None:
-        """Copy all slots of a page, for copy-on-write; from the pages of another store of the same kind and shape
-        (``origin``) when swapping."""
+        """Copy all slots of a page: for copy-on-write from this store, for swapping from ``origin``, another store of
+        the same kind and shape."""
 
     def reserve_tails(self, count: int) -> None:
         """Take the memory of ``count`` tails now. BackendError if there is too little."""
-        return  # by default a tail takes its memory when it is opened, if there are tails at all
+        return  # by default there are no tails, or each takes its memory when it is opened
 
     def drop_tail(self, page: int) -> None:
         """The page is full and will not be computed again, or it has no user any more: its tail is not needed."""
-        return  # by default there is none
+        return
 
 
 class PlainStore(KVStore):
-    """The simplest store, for a page manager without a model: (key, value) by the slot that they were written to."""
+    """The simplest store, for a page manager without a model: key and value by page and offset."""
 
     def __init__(self, page_size: int, width: int) -> None:
         self.page_size, self.width = page_size, width
         self.page_bytes = 2 * 8 * page_size * width  # doubles
-        self._slots: dict[int, tuple[list[float], list[float]]] = {}
+        self._slots: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
 
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
-        self._slots[page * self.page_size + offset] = ([*map(float, key)], [*map(float, value)])
+        self._slots[page, offset] = ([*map(float, key)], [*map(float, value)])
 
     def read(self, page: int, offset: int) -> tuple[list[float], list[float]]:
-        key, value = self._slots[page * self.page_size + offset]
+        key, value = self._slots[page, offset]
         return list(key), list(value)
 
     def copy_page(self, source: int, target: int, origin: KVStore | None = None) -> None:
         slots = origin._slots if isinstance(origin, PlainStore) else self._slots
         for offset in range(self.page_size):
-            if source * self.page_size + offset in slots:
-                self.write(target, offset, *slots[source * self.page_size + offset])
+            if (source, offset) in slots:
+                self.write(target, offset, *slots[source, offset])
 
 
 # --------------------------------------------------------------------------------------------------------- the pages
 
+_COUNT, _ID = Integer(), Text()
 Node = Hashable  # where a prompt begins (``PrefixIndex.root``), or the number of a published page's content
 
 
@@ -184,10 +178,13 @@ class PrefixIndex:
 
 
 class PagePool:
-    """The pages of one store: how many users each has, and which are free or cached. All methods O(1) a page."""
+    """The pages of one store: how many users each has, and which are free or cached. All methods O(1) a page.
+    ``on_evict(for_whom, pages)`` is called before cached pages are taken."""
 
-    def __init__(self, num_pages: int, store: KVStore) -> None:
+    def __init__(self, num_pages: int, store: KVStore, on_evict: Callable[[str, tuple[int, ...]], None] | None = None,
+                 ) -> None:
         self.store = store
+        self.on_evict = on_evict
         self.index = PrefixIndex()
         self.total = num_pages
         self.refcounts = [0] * num_pages  # users of each page
@@ -207,17 +204,8 @@ class PagePool:
         return self.total - self.available
 
     def state(self, page: int) -> str:
-        """"used", "cached" or "free"."""
+        """As in ``PageInfo``."""
         return "used" if self.refcounts[page] else "cached" if page in self.cached else "free"
-
-    def take(self, number: int, for_whom: str) -> list[int]:
-        """Pages for a first user, all or nothing: free ones first, then the least recently used cached ones."""
-        self.require(number, for_whom)
-        pages = [self._free.pop() if self._free else self._evict() for _ in range(number)]
-        for page in pages:
-            self.refcounts[page] = 1
-        self.peak = max(self.peak, self.used)
-        return pages
 
     def require(self, number: int, for_whom: str, sharing: Sequence[int] = ()) -> None:
         """OutOfPagesError unless ``number`` pages can be taken once the pages ``sharing`` have one more user each."""
@@ -225,6 +213,28 @@ class PagePool:
         if number > available:
             raise OutOfPagesError(f"{for_whom} needs {number} pages, {available} of {self.total} are free; release a "
                                   f"handle, or try again later")
+
+    def take(self, number: int, for_whom: str) -> list[int]:
+        """Pages for a first user, all or nothing: free ones first, then the least recently used cached ones."""
+        self.require(number, for_whom)
+        if self.on_evict and (evicted := self.next_evicted(number)):
+            self.on_evict(for_whom, evicted)
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(number)]
+        for page in pages:
+            self.refcounts[page] = 1
+        self.peak = max(self.peak, self.used)
+        return pages
+
+    def take_copies(self, origin: PagePool, sources: Sequence[int], number: int, for_whom: str) -> list[int]:
+        """Pages for a first user, all or nothing; the first ones hold what the pages ``sources`` of ``origin`` hold."""
+        pages = self.take(number, for_whom)
+        try:
+            for source, target in zip(sources, pages):
+                self.store.copy_page(source, target, origin.store)
+        except BaseException:
+            self.drop_all(pages)
+            raise
+        return pages
 
     def next_evicted(self, number: int) -> tuple[int, ...]:
         """The cached pages that ``take(number)`` would evict."""
@@ -256,6 +266,11 @@ class PagePool:
         else:
             self._free.append(page)
 
+    def drop_all(self, pages: Sequence[int]) -> None:
+        """One user less of each page of a table."""
+        for page in reversed(pages):  # so the end is evicted before the beginning, which more requests can use
+            self.drop(page)
+
     def faults(self, tables: Iterable[Sequence[int]]) -> list[str]:
         """Contradictions between the pool and the block tables over it, in words. O(pages)."""
         held, free = Counter(page for pages in tables for page in pages), Counter(self._free)
@@ -277,8 +292,8 @@ class PagePool:
 
 @dataclass(eq=False, repr=False)
 class KVHandle:
-    """A request's block table. The manager knows its open handles by identity, so a copy opens nothing, nor does a
-    released one. Others read ``request_id`` and ``pages``; the rest is the manager's."""
+    """A request's block table. The manager knows its open handles by identity: a copy, or a released handle, opens
+    nothing. Others read ``request_id`` and ``pages``; the rest is the manager's."""
 
     request_id: str
     pages: tuple[int, ...] = ()  # replaced, never changed in place; empty while swapped out, and once released
@@ -307,14 +322,14 @@ class KVCacheManager:
                  observer: Callable[[str, str, tuple[int, ...]], None] | None = None) -> None:
         for name, number, low in (("num_pages", num_pages, 1), ("page_size", page_size, 1), ("width", width, 1),
                                   ("host_pages", host_pages, 0)):
-            _check_count(name, number, low)
+            check_argument(name, number, Integer(low))
         self.page_size, self.width, self.prefix_sharing = page_size, width, prefix_sharing
         self.store: KVStore = store if store is not None else PlainStore(page_size, width)
         self.host_store: KVStore = host_store if host_store is not None else PlainStore(page_size, width)
         self.before_take: Callable[[int, str], None] = lambda number, request_id: None
         self._observer = observer or (lambda kind, request_id, pages: None)
         self.total_pages, self.total_host_pages = num_pages, host_pages
-        self._pool = PagePool(num_pages, self.store)
+        self._pool = PagePool(num_pages, self.store, partial(self._observer, "evict"))
         self._host = PagePool(host_pages, self.host_store)
         self._tables: dict[KVHandle, None] = {}  # the open ones, in the order in which they were opened
         self._counts = dict.fromkeys(
@@ -368,12 +383,11 @@ class KVCacheManager:
 
     def resident_pages(self, handle: KVHandle) -> tuple[int, ...]:
         """The same, to compute with: RequestError while swapped out."""
-        return self._resident(handle).pages
+        return self._table(handle, resident=True).pages
 
     def page(self, page_id: int) -> PageInfo:
-        """Who uses a page. O(tables): for people and tests, not for the hot path."""
-        if isinstance(page_id, bool) or not isinstance(page_id, int) or not 0 <= page_id < self.total_pages:
-            raise RequestError(f"there is no page {page_id!r}; pages are 0 to {self.total_pages - 1}")
+        """Who uses a page. O(tables)."""
+        check_argument("page_id", page_id, Integer(0, self.total_pages - 1))
         users = tuple(table.request_id for table in tuple(self._tables) if page_id in table.pages)
         return PageInfo(self._pool.refcounts[page_id], users, self._pool.state(page_id))
 
@@ -389,201 +403,12 @@ class KVCacheManager:
             internal_fragmentation=self.internal_fragmentation(), peak_tail_bytes=store.peak_tails * store.tail_bytes)
 
     def internal_fragmentation(self) -> int:
-        """Slots of used pages that hold no token, a shared page counted once. O(tables), and where pages are shared
-        O(tables + pages not full)."""
+        """Slots of used pages that hold no token, a shared page counted once. O(tables), with sharing O(pages)."""
         size = self.page_size
         if not self._pool.shared:
             return self._pool.used * size - sum(table.length for table in tuple(self._tables) if table.pages)
         return sum({page: size - (0 if i else table.length % size) for table in tuple(self._tables)
                     for i, page in enumerate(table.pages[table.length // size:])}.values())
-
-    # ------------------------------------------------------------------------- opening and closing tables
-
-    def allocate(self, request_id: str, token_count: int, tokens: Sequence[int] | None = None,
-                 salt: str | None = None) -> KVHandle:
-        """Open a block table with pages for ``token_count`` tokens, all or nothing. O(pages).
-
-        With prefix sharing and the ``tokens`` themselves, the table starts on the longest run of pages that hold
-        them, short of the last token; ``length`` says how many are there. OutOfPagesError if the pool cannot hold
-        them now, PoolTooSmallError (both that and a CapacityError) if it never could.
-        """
-        _check_id(request_id)
-        _check_count("token_count", token_count, 0)
-        needed = self.pages_for(token_count)
-        if needed > self.total_pages:
-            raise PoolTooSmallError(f"{token_count} tokens need {needed} pages of {self.page_size}; the pool has "
-                                    f"{self.total_pages}: shorten the request or enlarge the pool")
-        root = self._pool.index.root(salt)
-        found = self._find_prefix(root, tokens[:token_count]) if self.prefix_sharing and tokens else []
-        shared = tuple(page for page, _ in found)
-        fresh = tuple(self._take(needed - len(shared), request_id, shared))
-        length = len(shared) * self.page_size
-        return self._open(KVHandle(request_id, (*shared, *fresh), length, [root, *(node for _, node in found)]),
-                          "allocate", fresh)
-
-    def _find_prefix(self, root: Node, tokens: Sequence[int]) -> list[tuple[int, Node]]:
-        """Pages that hold the beginning of ``tokens``, leaving at least the last token to be computed."""
-        found: list[tuple[int, Node]] = []
-        for start in range(0, len(tokens) - self.page_size, self.page_size):
-            hit = self._pool.index.find(found[-1][1] if found else root, tokens[start:start + self.page_size])
-            if hit is None:
-                break
-            found.append(hit)
-        return found
-
-    def fork(self, handle: KVHandle, request_id: str) -> KVHandle:
-        """A second table over the same tokens. Pages that hold tokens are shared until one side writes. O(pages)."""
-        parent = self._resident(handle)
-        _check_id(request_id)
-        shared = parent.pages[:self.pages_for(parent.length)]
-        for page in shared:
-            self._pool.share(page)
-        return self._open(KVHandle(request_id, shared, parent.length, list(parent.nodes)), "share", shared)
-
-    def _open(self, table: KVHandle, change: str, pages: tuple[int, ...]) -> KVHandle:
-        """Register the table. The tokens that it starts with were found: hits."""
-        self._tables[table] = None
-        self._counts["allocations"] += 1
-        self._counts["hits"] += table.length
-        try:
-            self._observer(change, table.request_id, pages)
-        except BaseException:  # the caller never sees the handle, so nobody else could close it
-            self._close(table)
-            raise
-        return table
-
-    def release(self, handle: KVHandle) -> None:
-        """Close the table; pages without another user are free again, or cached. O(pages)."""
-        table = self._table(handle)
-        self._observer("release", table.request_id, self._close(table))
-
-    def _close(self, table: KVHandle) -> tuple[int, ...]:
-        """Forget the table; returns the pages that it listed."""
-        del self._tables[table]
-        pages, table.pages = table.pages, ()
-        for page in reversed(pages):  # so the end is evicted before the beginning, which more requests can use
-            self._pool.drop(page)
-        for page in table.host_pages or ():
-            self._host.drop(page)
-        self._counts["releases"] += 1
-        return pages
-
-    # -------------------------------------------------------------------------------------------- filling
-
-    def reserve(self, handle: KVHandle, token_count: int) -> None:
-        """Make positions length .. token_count - 1 writable: add the missing pages, copy shared ones that would be
-        written. All or nothing: OutOfPagesError leaves everything as it was. O(new pages)."""
-        table = self._resident(handle)
-        shared = self._shared_among(table, table.length, token_count)
-        missing = max(0, self.pages_for(token_count) - len(table.pages))
-        if not shared and not missing:
-            return
-        fresh = self._take(len(shared) + missing, table.request_id)
-        self._copy_pages(self._pool, [table.pages[i] for i in shared], self._pool, fresh)
-        copied = [(self._replace(table, index, target), target) for index, target in zip(shared, fresh)]
-        added = tuple(fresh[len(shared):])
-        table.pages += added
-        for pair in copied:  # an observer may raise, and by now the table lists every page that was taken
-            self._observer("copy", table.request_id, pair)
-        if added:
-            self._observer("allocate", table.request_id, added)
-
-    def _replace(self, table: KVHandle, index: int, target: int) -> int:
-        """Copy-on-write, second half: the numbers are copied, now the table changes over. Returns the page before."""
-        source = table.pages[index]
-        table.pages = (*table.pages[:index], target, *table.pages[index + 1:])
-        self._pool.drop(source)
-        self._counts["copies"] += 1
-        return source
-
-    def commit(self, handle: KVHandle, token_count: int, tokens: Sequence[int] | None = None) -> None:
-        """The first ``token_count`` positions now hold computed keys and values. Pages that are now full no longer
-        need their tails; with prefix sharing and the ``tokens`` themselves, they are published. O(new tokens)."""
-        table = self._resident(handle)
-        if not table.length <= token_count <= len(table.pages) * self.page_size:
-            raise RequestError(f"{table.request_id} has {table.length} tokens and {len(table.pages)} pages of "
-                               f"{self.page_size}; it cannot hold {token_count}")
-        if self._pool.shared and self._shared_among(table, table.length, token_count):
-            raise RequestError(f"{table.request_id} shares the page it would fill; reserve() the positions first")
-        first, full = table.length // self.page_size, token_count // self.page_size
-        for page in table.pages[first:full] if full > first else ():
-            self.store.drop_tail(page)
-        self._counts["misses"] += token_count - table.length
-        table.length = token_count
-        if self.prefix_sharing and tokens is not None and len(table.nodes) <= full:  # the root is one of the nodes
-            self._publish(table, tokens)
-
-    def _publish(self, table: KVHandle, tokens: Sequence[int]) -> None:
-        """From now on the table's full pages can be found by their content."""
-        index = self._pool.index
-        for i in range(len(table.nodes) - 1, table.length // self.page_size):
-            content = tokens[i * self.page_size:(i + 1) * self.page_size]
-            if len(content) < self.page_size:  # the caller knows only the beginning of what is stored
-                break
-            page, known = table.pages[i], table.pages[i] in index
-            table.nodes.append(index.publish(table.nodes[-1], content, page))
-            if page in index and not known:
-                self._observer("publish", table.request_id, (page,))
-
-    def append(self, handle: KVHandle, key: Sequence[float], value: Sequence[float]) -> None:
-        """Store the next position's key and value, growing by a page where needed. O(width)."""
-        table = self._resident(handle)
-        position = table.length
-        key, value = self._numbers("key", key), self._numbers("value", value)
-        self.reserve(handle, position + 1)
-        self.store.write(table.pages[position // self.page_size], position % self.page_size, key, value)
-        self.commit(handle, position + 1)
-        self._observer("append", table.request_id, table.pages)
-
-    def read(self, handle: KVHandle, position: int) -> tuple[Sequence[float], Sequence[float]]:
-        """Key and value of a stored position. IndexError outside 0 .. length - 1."""
-        table = self._table(handle)
-        if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < table.length:
-            raise IndexError(f"position {position!r} of {table.request_id} is not stored; stored: "
-                             f"{table.length} tokens")
-        index, offset = divmod(position, self.page_size)
-        if table.host_pages is not None:
-            return self.host_store.read(table.host_pages[index], offset)
-        return self.store.read(table.pages[index], offset)
-
-    def drop_unused_tails(self, pages: Iterable[int]) -> None:
-        """After a step that computed in ``pages``. If a request was cancelled during the step, the decoder may have
-        begun tails in its pages after they lost their last user."""
-        for page in pages:
-            if not self._pool.refcounts[page]:
-                self.store.drop_tail(page)
-
-    # ------------------------------------------------------------------------------------------- swapping
-
-    def swap_out(self, handle: KVHandle) -> None:
-        """Copy the table's tokens to host pages and give its own pages back. All or nothing: OutOfPagesError if the
-        host pool cannot take them. O(pages)."""
-        table = self._resident(handle)
-        filled = table.pages[:self.pages_for(table.length)]
-        host_pages = self._host.take(len(filled), f"swapping out {table.request_id}")
-        self._copy_pages(self._pool, filled, self._host, host_pages)
-        pages, table.pages, table.host_pages = table.pages, (), host_pages
-        for page in reversed(pages):
-            self._pool.drop(page)
-        self._counts["swaps_out"] += 1
-        self._observer("swap_out", table.request_id, pages)
-
-    def swap_in(self, handle: KVHandle, token_count: int) -> None:
-        """Bring the tokens back into pages for ``token_count`` tokens and free the host pages. All or nothing:
-        OutOfPagesError if the pool cannot take them now. O(pages)."""
-        table = self._table(handle)
-        if table.host_pages is None:
-            raise RequestError(f"{table.request_id} is not swapped out; there is nothing to bring back")
-        pages = self._take(self.pages_for(max(token_count, table.length)), table.request_id)
-        self._copy_pages(self._host, table.host_pages, self._pool, pages)
-        for page in table.host_pages:
-            self._host.drop(page)
-        table.pages, table.host_pages = tuple(pages), None
-        del table.nodes[1:]  # these are copies: the originals may still be published
-        self._counts["swaps_in"] += 1
-        self._observer("swap_in", table.request_id, table.pages)
-
-    # ------------------------------------------------------------------------------------------- checking
 
     def check(self) -> None:
         """Raise EngineError with a full account unless pages are conserved. O(pages + tables)."""
@@ -602,71 +427,213 @@ class KVCacheManager:
         if wrong:
             raise EngineError("pages are not conserved: " + "; ".join(wrong))
 
-    # ------------------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------- opening and closing tables
 
-    def _table(self, handle: KVHandle) -> KVHandle:
-        if isinstance(handle, KVHandle) and handle in self._tables:
-            return handle
-        raise StaleHandleError(f"{handle!r} was released, or is not of this cache manager; allocate a new one")
+    def allocate(self, request_id: str, token_count: int, tokens: Sequence[int] | None = None,
+                 salt: str | None = None) -> KVHandle:
+        """Open a block table with pages for ``token_count`` tokens, all or nothing. O(pages).
 
-    def _resident(self, handle: KVHandle) -> KVHandle:
-        table = self._table(handle)
-        if table.host_pages is not None:
-            raise RequestError(f"{table.request_id} is swapped out; swap it in before its pages are used")
-        return table
-
-    def _take(self, number: int, request_id: str, shared: tuple[int, ...] = ()) -> list[int]:
-        """``number`` fresh pages, and one more user for each of the ``shared`` pages; all or nothing."""
-        if number:
-            self.before_take(number, request_id)
-        self._pool.require(number, request_id, shared)  # the last check: from here on nothing is refused
-        for page in shared:  # first, so that none of them is evicted
-            self._pool.share(page)
-        try:
+        With prefix sharing and the ``tokens`` themselves, the table starts on the longest run of pages that hold
+        them, short of the last token; ``length`` says how many are there. OutOfPagesError if the pool cannot hold
+        them now, PoolTooSmallError (both that and a CapacityError) if it never could.
+        """
+        check_argument("request_id", request_id, _ID)
+        check_argument("token_count", token_count, _COUNT)
+        needed = self.pages_for(token_count)
+        if needed > self.total_pages:
+            raise PoolTooSmallError(f"{token_count} tokens need {needed} pages of {self.page_size}; the pool has "
+                                    f"{self.total_pages}: shorten the request or enlarge the pool")
+        root = self._pool.index.root(salt)
+        found = self._find_prefix(root, tokens[:token_count]) if self.prefix_sharing and tokens else []
+        shared, nodes = tuple(page for page, _ in found), [root, *(node for _, node in found)]
+        self._require(needed - len(shared), request_id, shared)
+        with self._opening(KVHandle(request_id, shared, len(shared) * self.page_size, nodes)) as table:
             if shared:
                 self._observer("share", request_id, shared)
-            if evicted := self._pool.next_evicted(number):
-                self._observer("evict", request_id, evicted)
-        except BaseException:
-            for page in reversed(shared):
-                self._pool.drop(page)
-            raise
-        return self._pool.take(number, request_id)
+            self._grow(table, needed - len(shared))
+        return table
 
-    def _copy_pages(self, origin: PagePool, sources: Sequence[int], pool: PagePool, fresh: Sequence[int]) -> None:
-        """Copy the pages ``sources`` of ``origin`` to the first of the pages just taken from ``pool``. If that fails,
-        give all of these back."""
+    def _find_prefix(self, root: Node, tokens: Sequence[int]) -> list[tuple[int, Node]]:
+        """Pages that hold the beginning of ``tokens``, leaving at least the last token to be computed."""
+        found: list[tuple[int, Node]] = []
+        for start in range(0, len(tokens) - self.page_size, self.page_size):
+            hit = self._pool.index.find(found[-1][1] if found else root, tokens[start:start + self.page_size])
+            if hit is None:
+                break
+            found.append(hit)
+        return found
+
+    def fork(self, handle: KVHandle, request_id: str) -> KVHandle:
+        """A second table over the same tokens. Pages that hold tokens are shared until one side writes. O(pages)."""
+        parent = self._table(handle, resident=True)
+        check_argument("request_id", request_id, _ID)
+        shared = parent.pages[:self.pages_for(parent.length)]
+        with self._opening(KVHandle(request_id, shared, parent.length, list(parent.nodes))) as table:
+            self._observer("share", request_id, shared)
+        return table
+
+    @contextmanager
+    def _opening(self, table: KVHandle) -> Iterator[KVHandle]:
+        """Open a table on pages that it shares; close it if the block fails, since the caller never sees the handle.
+        The tokens that it starts with were found: hits."""
+        for page in table.pages:
+            self._pool.share(page)
+        self._tables[table] = None
         try:
-            for source, target in zip(sources, fresh):
-                pool.store.copy_page(source, target, origin.store)
+            yield table
         except BaseException:
-            for page in reversed(fresh):
-                pool.drop(page)
+            self._close(table)
             raise
+        self._counts["allocations"] += 1
+        self._counts["hits"] += table.length
 
-    def _shared_among(self, table: KVHandle, start: int, end: int) -> list[int]:
-        """Indices in the block table of shared pages that positions start .. end - 1 fall into."""
-        if start >= end or not self._pool.shared:
-            return []
-        last = min(len(table.pages), self.pages_for(end))
-        return [i for i in range(start // self.page_size, last) if self._pool.refcounts[table.pages[i]] > 1]
+    def release(self, handle: KVHandle) -> None:
+        """Close the table; pages without another user are free again, or cached. O(pages)."""
+        table = self._table(handle)
+        pages = self._close(table)
+        self._counts["releases"] += 1
+        self._observer("release", table.request_id, pages)
 
-    def _numbers(self, name: str, vector: Sequence[float]) -> list[float]:
-        """The vector as ``width`` floats, or RequestError before anything has changed."""
-        try:
-            numbers = [float(number) for number in vector]
-        except (TypeError, ValueError):
-            raise RequestError(f"the {name} must be a sequence of numbers, not {vector!r}") from None
-        if len(numbers) != self.width:
-            raise RequestError(f"the {name} has {len(numbers)} numbers; this cache stores {self.width} a token")
-        return numbers
+    def _close(self, table: KVHandle) -> tuple[int, ...]:
+        """Forget the table; returns the pages that it listed."""
+        del self._tables[table]
+        pages, table.pages = table.pages, ()
+        self._pool.drop_all(pages)
+        self._host.drop_all(table.host_pages or ())
+        return pages
 
+    # -------------------------------------------------------------------------------------------- filling
 
-def _check_id(request_id: object) -> None:
-    if not isinstance(request_id, str):
-        raise RequestError(f"request_id must be a string, not {request_id!r}")
+    def reserve(self, handle: KVHandle, token_count: int) -> None:
+        """Make positions length .. token_count - 1 writable: copy the first one's page if it is shared, add the missing
+        pages. All or nothing: OutOfPagesError leaves everything as it was. O(new pages)."""
+        table = self._table(handle, resident=True)
+        missing = max(0, self.pages_for(token_count) - len(table.pages))
+        copies = self._would_write_shared(table, token_count)
+        if copies or missing:
+            self._require(copies + missing, table.request_id)
+        if copies:
+            self._copy_on_write(table)
+        if missing:
+            self._grow(table, missing)
 
+    def _would_write_shared(self, table: KVHandle, token_count: int) -> bool:
+        """Is a page shared that positions length .. token_count - 1 are in? Tables share only pages that hold tokens,
+        so it can only be the page of position ``length``, half full."""
+        index = table.length // self.page_size
+        return token_count > table.length and index < len(table.pages) and self._pool.refcounts[table.pages[index]] > 1
 
-def _check_count(name: str, number: object, low: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < low:
-        raise RequestError(f"{name} must be an integer from {low}, not {number!r}")
+    def _copy_on_write(self, table: KVHandle) -> None:
+        """Put a copy of its own in the place of the shared page that the table's next token goes into."""
+        index = table.length // self.page_size
+        source = table.pages[index]
+        [target] = self._pool.take_copies(self._pool, [source], 1, table.request_id)
+        table.pages = (*table.pages[:index], target, *table.pages[index + 1:])
+        self._pool.drop(source)
+        self._counts["copies"] += 1
+        self._observer("copy", table.request_id, (source, target))
+
+    def _grow(self, table: KVHandle, number: int) -> None:
+        """Add fresh pages at the table's end."""
+        fresh = tuple(self._pool.take(number, table.request_id))
+        table.pages += fresh
+        self._observer("allocate", table.request_id, fresh)
+
+    def commit(self, handle: KVHandle, token_count: int, tokens: Sequence[int] | None = None) -> None:
+        """The first ``token_count`` positions now hold computed keys and values. Pages that are now full no longer
+        need their tails; with prefix sharing and the ``tokens`` themselves, they are published. O(new tokens)."""
+        table = self._table(handle, resident=True)
+        if not table.length <= token_count <= len(table.pages) * self.page_size:
+            raise RequestError(f"{table.request_id} has {table.length} tokens and {len(table.pages)} pages of "
+                               f"{self.page_size}; it cannot hold {token_count}")
+        if self._would_write_shared(table, token_count):
+            raise RequestError(f"{table.request_id} shares the page it would fill; reserve() the positions first")
+        first, full = table.length // self.page_size, token_count // self.page_size
+        for page in table.pages[first:full]:
+            self.store.drop_tail(page)
+        self._counts["misses"] += token_count - table.length
+        table.length = token_count
+        if self.prefix_sharing and tokens is not None and len(table.nodes) <= full:  # the root is one of the nodes
+            self._publish(table, tokens)
+
+    def _publish(self, table: KVHandle, tokens: Sequence[int]) -> None:
+        """From now on the table's full pages can be found by their content."""
+        index = self._pool.index
+        for i in range(len(table.nodes) - 1, min(table.length, len(tokens)) // self.page_size):
+            page, known = table.pages[i], table.pages[i] in index
+            content = tokens[i * self.page_size:(i + 1) * self.page_size]
+            table.nodes.append(index.publish(table.nodes[-1], content, page))
+            if page in index and not known:
+                self._observer("publish", table.request_id, (page,))
+
+    def append(self, handle: KVHandle, key: Sequence[float], value: Sequence[float]) -> None:
+        """Store the next position's key and value, growing by a page where needed. O(width)."""
+        table = self._table(handle, resident=True)
+        position = table.length
+        key, value = checked_vector("key", key, self.width), checked_vector("value", value, self.width)
+        self.reserve(handle, position + 1)
+        self.store.write(table.pages[position // self.page_size], position % self.page_size, key, value)
+        self.commit(handle, position + 1)
+        self._observer("append", table.request_id, table.pages)
+
+    def read(self, handle: KVHandle, position: int) -> tuple[Sequence[float], Sequence[float]]:
+        """Key and value of a stored position. IndexError outside 0 .. length - 1."""
+        table = self._table(handle)
+        if Integer(0, table.length - 1).problem(position):
+            raise IndexError(f"{table.request_id} has {table.length} tokens; position {position!r} is not stored")
+        index, offset = divmod(position, self.page_size)
+        if table.host_pages is not None:
+            return self.host_store.read(table.host_pages[index], offset)
+        return self.store.read(table.pages[index], offset)
+
+    def drop_unused_tails(self, pages: Iterable[int]) -> None:
+        """After a step that computed in ``pages``. If a request was cancelled during the step, the decoder may have
+        begun tails in its pages after they lost their last user."""
+        for page in pages:
+            if not self._pool.refcounts[page]:
+                self.store.drop_tail(page)
+
+    # ------------------------------------------------------------------------------------------- swapping
+
+    def swap_out(self, handle: KVHandle) -> None:
+        """Copy the table's tokens to host pages and give its own pages back. All or nothing: OutOfPagesError if the
+        host pool cannot take them. O(pages)."""
+        table = self._table(handle, resident=True)
+        filled = table.pages[:self.pages_for(table.length)]
+        host_pages = self._host.take_copies(self._pool, filled, len(filled), f"swapping out {table.request_id}")
+        pages, table.pages, table.host_pages = table.pages, (), host_pages
+        self._pool.drop_all(pages)
+        self._counts["swaps_out"] += 1
+        self._observer("swap_out", table.request_id, pages)
+
+    def swap_in(self, handle: KVHandle, token_count: int) -> None:
+        """Bring the tokens back into pages for ``token_count`` tokens and free the host pages. All or nothing:
+        OutOfPagesError if the pool cannot take them now. O(pages)."""
+        table = self._table(handle)
+        if table.host_pages is None:
+            raise RequestError(f"{table.request_id} is not swapped out; there is nothing to bring back")
+        number = self.pages_for(max(token_count, table.length))
+        self._require(number, table.request_id)
+        pages = self._pool.take_copies(self._host, table.host_pages, number, table.request_id)
+        self._host.drop_all(table.host_pages)
+        table.pages, table.host_pages = tuple(pages), None
+        del table.nodes[1:]  # these are copies: the originals may still be published
+        self._counts["swaps_in"] += 1
+        self._observer("swap_in", table.request_id, table.pages)
+
+    # ------------------------------------------------------------------------------------------- inside
+
+    def _table(self, handle: KVHandle, resident: bool = False) -> KVHandle:
+        """The open table; with ``resident`` also one whose pages are in the pool, not in the host's."""
+        if not isinstance(handle, KVHandle) or handle not in self._tables:
+            raise StaleHandleError(f"{handle!r} was released, or is not of this cache manager; allocate a new one")
+        if resident and handle.host_pages is not None:
+            raise RequestError(f"{handle.request_id} is swapped out; swap it in before its pages are used")
+        return handle
+
+    def _require(self, number: int, request_id: str, sharing: Sequence[int] = ()) -> None:
+        """OutOfPagesError unless ``number`` fresh pages can be taken besides the pages ``sharing``. A call asks for all
+        its pages here, before its first change: from then on nothing is refused."""
+        if number:
+            self.before_take(number, request_id)
+        self._pool.require(number, request_id, sharing)

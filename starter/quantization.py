@@ -19,16 +19,14 @@ number to its largest, and each number is replaced by the integer of the nearest
 No number is off by more than half a scale (``quantize`` has the exact bound). These are the grids of method "nearest";
 method "search" looks for a grid with a smaller squared error (``calibration/grid_search.py``).
 
-A zero point may be any integer. It is never clamped into the range of the codes, so that a group far from zero (weights
-around 1e6 that differ by 1e-3) keeps its fine grid. -128 and -8 are not used: -code is always a code.
-
-Codes are packed row by row, each row from a new byte on: an int8 code in one byte, two int4 codes in one, the first in
-the low nibble; the last high nibble of an odd row is 0. Symmetric codes are two's complement, asymmetric ones unsigned.
-
-Scales are float32 and zero points int16, so int8 in groups of 32 takes 9 bits a number (asymmetric: 9.5), int4 takes 5
-(5.5), and float32 takes 32. If any group of a tensor is too wide, too narrow or too far from zero for these types, the
-whole tensor has float64 scales and int64 zero points. Grids from other programs may have no point at 0 (llama.cpp's
-Q4_1, ``checkpoints/gguf_blocks.py``): their zero points are float32, anywhere between two integers.
+- A zero point may be any integer. It is never clamped into the range of the codes, so that a group far from zero
+  (weights around 1e6 that differ by 1e-3) keeps its fine grid. -128 and -8 are not used: -code is always a code.
+- Codes are packed row by row, each row from a new byte on: an int8 code in one byte, two int4 codes in one, the first
+  in the low nibble; the last high nibble of an odd row is 0. Symmetric codes are two's complement, others unsigned.
+- Scales are float32 and zero points int16, so int8 in groups of 32 takes 9 bits a number (asymmetric: 9.5), and int4
+  takes 5 (5.5). If any group of a tensor is too wide, too narrow or too far from zero for these types, the whole tensor
+  has float64 scales and int64 zero points. Grids from other programs may have no point at 0 (llama.cpp's Q4_1,
+  ``checkpoints/gguf_blocks.py``): their zero points are float32, anywhere between two integers.
 
     q = quantize([[0.5, -1.0, 2.0]], QuantizationConfig(bits=4, group_size=2))
     dequantize(q)                 # rows of floats again
@@ -43,23 +41,23 @@ import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import fsum, inf, isfinite, sqrt, ulp
-from numbers import Real
+from math import inf, isfinite, ulp
 from operator import mul
 from typing import NamedTuple, Union
 
 from .base.model_config import QuantizationConfig
-from .base.strict_json import Boolean, Integer, ListOf, Nullable, Number, OneOf, Shape, Text, describe
+from .base.strict_json import describe
+from .base.tensor_json import ZERO_POINT_FORMAT, parse_tensor
+from .base.vectors import checked_rows, root_mean_square
 from .base.weights import little_endian
 from .base.wings import picture, wing
-from .errors import QuantizationError, SchemaError
+from .errors import QuantizationError
 
 Numbers = Sequence[float]
 ZeroPoints = Union["array[int]", "array[float]"]
 
 HEADER_BYTES = 16  # rows, columns, group size: 4 bytes each; bits, symmetric and the two number formats: 1 each
 INT16 = range(-(2**15), 2**15)
-ZERO_POINT_FORMAT = {"f": "h", "d": "q"}  # float32 scales with int16 zero points, float64 with int64
 
 _LARGEST, _SMALLEST = sys.float_info.max, ulp(0.0)  # of the doubles above 0
 _FLOAT32_NORMAL = (2.0**-126, 2.0**127)  # where float32 keeps its 24 bits; the upper end leaves room to round up
@@ -67,19 +65,6 @@ _FLOAT32_NORMAL = (2.0**-126, 2.0**127)  # where float32 keeps its 24 bits; the 
 _NIBBLES = {False: [(byte & 15, byte >> 4) for byte in range(256)]}  # the two codes in a byte: unsigned, and signed
 _NIBBLES[True] = [((low ^ 8) - 8, (high ^ 8) - 8) for low, high in _NIBBLES[False]]  # 8 .. 15 become -8 .. -1
 _UNUSED = {8: b"\x80", 4: bytes(byte for byte in range(256) if -8 in _NIBBLES[True][byte])}  # bytes with -128 or -8
-
-_LONG = 2**31
-_DOCUMENT: dict[str, Shape] = {  # what to_dict writes and from_dict accepts
-    "shape": ListOf(Integer(1), 2, 2),
-    "bits": Integer(4, 8),
-    "group_size": Nullable(Integer(1, 2**63 - 1)),
-    "symmetric": Boolean(),
-    "scale_format": OneOf(("f", "d")),
-    "scales": ListOf(Number(0.0, _LARGEST), 1, _LONG),
-    "zero_points": ListOf(Integer(-(2**63), 2**63 - 1), 0, _LONG),
-    "packed": Text(1, 2 * _LONG),
-}
-_REAL_ZERO_POINTS = ListOf(Number(-_LARGEST, _LARGEST), 0, _LONG)
 
 
 # ---------------------------------------------------------------------------------------------------------------- grids
@@ -144,14 +129,16 @@ def _round_up_to_float32(values: Numbers) -> array[float]:
     return array("f", [v if near >= v else v * (1 + 2**-23) for near, v in zip(nearest, values)])
 
 
+# ----------------------------------------------------------------------------------------------------------- the tensor
+
+
 @dataclass(frozen=True)
 class ErrorStats:
-    """How far a dequantized matrix is from the original: the largest error, the root mean square error, and the latter
-    relative to the root mean square of the original (0 if there is no error)."""
+    """How far a dequantized matrix is from the original."""
 
-    max_abs: float
-    rmse: float
-    relative: float
+    max_abs: float  # the largest error
+    rmse: float  # the root mean square of all errors
+    relative: float  # rmse / the root mean square of the original; 0 if there is no error
 
 
 @dataclass(frozen=True)
@@ -262,11 +249,11 @@ class QuantizedTensor:
             raise QuantizationError(f"cannot compare {self.shape[0]} x {self.shape[1]} numbers "
                                     f"with {len(original)} x {len(original[0])}")
         differences = [a - b for r, row in enumerate(original) for a, b in zip(row, self.row(r))]
-        error, size = _root_mean_square(differences), _root_mean_square([a for row in original for a in row])
+        error, size = root_mean_square(differences), root_mean_square([a for row in original for a in row])
         return ErrorStats(max(map(abs, differences)), error, error / size if size else (inf if error else 0.0))
 
     def to_dict(self) -> dict[str, object]:
-        """Plain JSON values; ``packed`` in hexadecimal, so that a digit is a nibble."""
+        """Plain JSON values, as ``base/tensor_json.py`` declares them; in ``packed`` a digit is a nibble."""
         return {"shape": list(self.shape), "bits": self.bits, "group_size": self.group_size,
                 "symmetric": self.symmetric, "scale_format": self.scales.typecode, "scales": self.scales.tolist(),
                 "zero_points": self.zero_points.tolist(), "packed": self.packed.hex()}
@@ -275,22 +262,7 @@ class QuantizedTensor:
     def from_dict(cls, document: Mapping[str, object]) -> QuantizedTensor:
         """The inverse of ``to_dict``. QuantizationError for unknown, missing or malformed keys and for parts that
         contradict each other."""
-        if not isinstance(document, Mapping) or set(document) != set(_DOCUMENT):
-            raise QuantizationError(f"a quantized tensor is an object with exactly the keys {', '.join(_DOCUMENT)}")
-        zeros = document["zero_points"]
-        real = isinstance(zeros, (list, tuple)) and bool(zeros) and all(isinstance(zero, float) for zero in zeros)
-        shapes = {**_DOCUMENT, "zero_points": _REAL_ZERO_POINTS} if real else _DOCUMENT
-        try:
-            parts = {key: shape.parse(document[key], f"/{key}") for key, shape in shapes.items()}
-            scale_format, scales = parts.pop("scale_format"), list(parts["scales"])
-            parts["scales"] = array(scale_format, scales)
-            parts["zero_points"] = array("f" if real else ZERO_POINT_FORMAT[scale_format], parts["zero_points"])
-            parts["packed"] = bytes.fromhex(parts["packed"])
-        except (SchemaError, OverflowError, ValueError) as error:
-            raise QuantizationError(f"not a quantized tensor: {error}") from None
-        if parts["scales"].tolist() != scales:
-            raise QuantizationError("scale_format 'f' is for scales that a float32 holds exactly; write 'd'")
-        return cls(**parts)
+        return cls(**parse_tensor(document))
 
 
 def stacked_codes(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor | None:
@@ -392,39 +364,3 @@ def _pack_row(codes: list[int], bits: int) -> bytes:
         return bytes(code & 255 for code in codes)
     pairs = zip(codes[0::2], [*codes[1::2], 0])  # zip stops at the shorter: only an odd row uses the 0
     return bytes(low & 15 | (high & 15) << 4 for low, high in pairs)
-
-
-def _root_mean_square(values: Numbers) -> float:
-    """sqrt(mean(v * v)), divided by the largest first so that no square overflows."""
-    largest = max(map(abs, values))
-    return largest * sqrt(fsum((v / largest) ** 2 for v in values) / len(values)) if largest else 0.0
-
-
-# -------------------------------------------------------------------------------------------------- checks of the input
-
-
-def checked_rows(rows: Sequence[Numbers]) -> list[list[float]]:
-    """The matrix as lists of floats. QuantizationError names the first row or number that is not allowed."""
-    if not hasattr(rows, "__iter__"):
-        raise QuantizationError(f"rows must be a sequence of rows, not {describe(rows)}")
-    matrix: list[list[float]] = []
-    for r, row in enumerate(rows):
-        if not hasattr(row, "__iter__"):
-            raise QuantizationError(f"row {r} must be a sequence of numbers, not {describe(row)}")
-        if set(map(type, row)) != {float} or not all(map(isfinite, row)):  # the fast test of the usual row
-            for c, x in enumerate(row):
-                if not _is_finite_number(x):
-                    raise QuantizationError(f"row {r}, column {c} must be a finite number, not {describe(x)}")
-        matrix.append(list(map(float, row)))
-        if not matrix[r] or len(matrix[r]) != len(matrix[0]):
-            raise QuantizationError(f"row {r} has {len(matrix[r])} columns; all rows need equally many, at least 1")
-    if not matrix:
-        raise QuantizationError("there is no row to quantize; at least 1 is needed")
-    return matrix
-
-
-def _is_finite_number(x: object) -> bool:
-    try:
-        return isinstance(x, Real) and not isinstance(x, bool) and isfinite(x)
-    except OverflowError:  # an integer beyond the largest float
-        return False

@@ -778,6 +778,7 @@ class FailingObservers(unittest.TestCase):
         dice, calls, raised = random.Random(seed), [0], set()
 
         def observe(kind: str, request_id: str, pages: tuple[int, ...]) -> None:
+            kv.check()  # at every change, not only after the call
             calls[0] += 1
             if calls[0] == fails_at:
                 raised.add(kind)
@@ -790,6 +791,7 @@ class FailingObservers(unittest.TestCase):
             operation = dice.choice(["allocate", "allocate", "fork", "append", "append", "commit", "commit",
                                      "out", "in", "release", "release"])
             handle, tokens = dice.choice(live) if live else (None, [])
+            before = kv.stats(), len(live)
             try:
                 if operation == "allocate":
                     tokens = dice.choice(prompts)
@@ -811,7 +813,10 @@ class FailingObservers(unittest.TestCase):
                     live = [other for other in live if other[0] is not handle]
                     kv.release(handle)
             except (OSError, OutOfPagesError, RequestError):
-                pass
+                if operation in ("allocate", "fork"):  # nothing was opened, and nothing is counted as if it had been
+                    after = kv.stats()
+                    self.assertEqual((after.allocations, after.releases, after.hits, len(live)),
+                                     (before[0].allocations, before[0].releases, before[0].hits, before[1]))
             kv.check()
         calls[0] = fails_at  # from here on it does not raise
         for handle, _ in live:
@@ -837,6 +842,48 @@ class FailingObservers(unittest.TestCase):
         kv.commit(good, 3)
         self.assertRaises(OSError, kv.fork, good, "bad")
         self.assertEqual([kv.page(page).refcount for page in kv.pages(good)], [1, 1])
+        self.assertEqual((kv.stats().allocations, kv.stats().releases, kv.stats().hits), (1, 0, 0))
+
+    def test_any_other_call_ends_with_the_change_that_was_observed_by_one(self) -> None:
+        """3 tokens in pages of 2, the second page shared. To get to 5 tokens it is copied and one is added."""
+        def observe(kind: str, request_id: str, pages: tuple[int, ...]) -> None:
+            if kind == bad:
+                raise OSError(kind)
+
+        for bad, call, pages, length, copies, swapped in (
+                ("copy", lambda: kv.reserve(child, 5), 2, 3, 1, False),
+                ("allocate", lambda: kv.reserve(child, 5), 3, 3, 1, False),
+                ("copy", lambda: kv.append(child, [1.0], [1.0]), 2, 3, 1, False),
+                ("append", lambda: kv.append(child, [1.0], [1.0]), 2, 4, 1, False),
+                ("publish", lambda: kv.commit(child, 3, (1, 2, 3)), 2, 3, 0, False),
+                ("swap_out", lambda: kv.swap_out(child), 0, 3, 0, True)):
+            with self.subTest(bad=bad):
+                bad_later, bad = bad, ""
+                kv = KVCacheManager(6, 2, prefix_sharing=True, host_pages=2, observer=observe)
+                parent = kv.allocate("parent", 3)
+                kv.commit(parent, 3)
+                child = kv.fork(parent, "child")
+                bad = bad_later
+                self.assertRaisesRegex(OSError, bad, call)
+                kv.check()
+                self.assertEqual((len(kv.pages(child)), kv.length(child), kv.stats().copies, kv.stats().swaps_out),
+                                 (pages, length, copies, swapped))
+                bad = ""
+                if swapped:
+                    kv.swap_in(child, 3)
+                kv.reserve(child, 5)  # and so it goes on
+                kv.release(child)
+                kv.release(parent)
+                self.assertEqual((kv.free_pages, kv.free_host_pages), (6, 2))
+
+    def test_the_observer_hears_of_a_copy_before_more_pages_are_taken(self) -> None:
+        """Each change by itself: after the copy 3 pages are in use, after the growth 4."""
+        seen = []
+        kv = KVCacheManager(6, 2, observer=lambda kind, request_id, pages: seen.append((kind, kv.used_pages)))
+        parent = kv.allocate("parent", 3)
+        kv.commit(parent, 3)
+        kv.reserve(kv.fork(parent, "child"), 5)
+        self.assertEqual(seen, [("allocate", 2), ("share", 2), ("copy", 3), ("allocate", 4)])
 
 
 if __name__ == "__main__":

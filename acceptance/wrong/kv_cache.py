@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from starter import backend as cpu_backend
+from starter import kv_cache
 from starter.backend import Batch, Piece, ReferenceBackend
 from starter.core import EngineCore
 from starter.kv_cache import KVCacheManager
@@ -149,7 +150,7 @@ def reserved_positions_read_as_zeros(patch):
 @mistake(None, "M2KVCache.test_wrong_width", says="width is fixed")
 def width_not_checked(patch):
     """A key of any width is stored."""
-    patch(KVCacheManager, "_numbers", lambda self, name, vector: [float(number) for number in vector])
+    patch(kv_cache, "checked_vector", lambda name, vector, width: [float(number) for number in vector])
 
 
 @mistake(None, "M2KVCache.test_access_after_release", says="identity of its own")
@@ -157,28 +158,27 @@ def handles_found_by_request_id(patch):
     """A handle is looked up by its request's id: an old one opens the pages of the new request of that name."""
     right = KVCacheManager._table
 
-    def table(self, handle):
+    def table(self, handle, resident=False):
         same = [other for other in self._tables if other.request_id == handle.request_id]
-        return right(self, same[0] if same else handle)
+        return right(self, same[0] if same else handle, resident)
 
     patch(KVCacheManager, "_table", table)
-    patch(KVCacheManager, "_resident", table)
 
 
 @mistake(None, "M2KVCache.test_foreign_handle", says="handles of two managers")
 def handles_numbered_by_each_manager(patch):
     """Every manager numbers its handles from 0, so that one opens the tables of another."""
-    right_open, right_table, numbers = KVCacheManager._open, KVCacheManager._table, {}
+    right_open, right_table, numbers = KVCacheManager._opening, KVCacheManager._table, {}
 
-    def open_table(self, table, *change):
+    def opening(self, table):
         numbers[table] = self._counts["allocations"]
-        return right_open(self, table, *change)
+        return right_open(self, table)
 
-    def find(self, handle):
+    def find(self, handle, resident=False):
         same = [table for table in self._tables if numbers[table] == numbers.get(handle)]
-        return right_table(self, same[0] if same else handle)
+        return right_table(self, same[0] if same else handle, resident)
 
-    patch(KVCacheManager, "_open", open_table)
+    patch(KVCacheManager, "_opening", opening)
     patch(KVCacheManager, "_table", find)
 
 

@@ -8,6 +8,8 @@ Nothing here knows of pages, batches or steps, so you can read the spine without
     weights.py        the tensors of a model: names, shapes, drawn from a seed, fingerprints
     tokenizer.py      text to tokens and back
     statistics.py     summaries and histograms of durations
+    vectors.py        vectors and matrices that callers pass as sequences of numbers
+    tensor_json.py    a quantized tensor as JSON
     fault_kinds.py    what can be made to go wrong on purpose
     console.py        lines, tables and progress on a terminal; exit codes
     options.py        the driver's options, and which of them go together

@@ -8,8 +8,9 @@
     shape.problem(value)        the same rule for a Python argument: "must be a number from 0 to 1, not 2", or ""
 
 ``Record.of(kind)`` makes the shape of a whole dataclass from its fields; ``check_fields`` applies ``problem`` to every
-field of one that was made in code. Two limits hold in files only: ``longest`` of a text, and ``in_file`` of a number
-that has no limit of its own. So code may use any id, and a clock or a priority in any unit.
+field of one that was made in code, ``check_argument`` to one argument of a function. Two limits hold in files only:
+``longest`` of a text, and ``in_file`` of a number that has no limit of its own. So code may use any id, and a clock or
+a priority in any unit.
 
 ``parse_json`` and ``read_json`` are strict: they refuse duplicate keys, NaN, Infinity, and documents that are too deep
 or too large. Shapes refuse unknown keys, and booleans in place of numbers.
@@ -27,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol, get_origin, get_type_hints
 
-from starter.errors import EngineError, SchemaError
+from starter.errors import EngineError, RequestError, SchemaError
 
 MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
 MAX_DEPTH = 32
@@ -392,8 +393,13 @@ def check_fields(record: Any, error: type[EngineError]) -> None:
     """Raise ``error`` for the first field of a record made in code that breaks its shape. Lists are left to the record,
     which may accept more than a list."""
     for name, shape in shapes_of(record.__class__).items():
-        if problem := shape.problem(getattr(record, name)):
-            raise error(f"{name} {problem}")
+        check_argument(name, getattr(record, name), shape, error)
+
+
+def check_argument(name: str, value: object, shape: Shape, error: type[EngineError] = RequestError) -> None:
+    """Raise ``error`` unless the argument has the shape."""
+    if problem := shape.problem(value):
+        raise error(f"{name} {problem}")
 
 
 # ------------------------------------------------------------------------------------- documents

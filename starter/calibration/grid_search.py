@@ -30,8 +30,9 @@ from itertools import cycle
 from math import ceil, fsum
 from operator import mul
 
+from starter.base.vectors import checked_rows
 from starter.errors import QuantizationError
-from starter.quantization import INT16, Grid, Numbers, checked_rows
+from starter.quantization import INT16, Grid, Numbers
 
 # Scales to try, given as the number of steps that the range takes more than the grid has. An asymmetric grid is tried
 # with every whole number of these cut off at the low end. Twice as many tries lower the error by another 0.3%.

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from starter.base.strict_json import Boolean, Integer, ListOf, MapOf, Nullable, Record, parse_json
+from starter.base.tensor_json import ZERO_POINT_FORMAT
 from starter.base.weights import little_endian
 from starter.checkpoints.safetensors import RawTensor, read_raw, write_raw
 from starter.errors import QuantizationError, SchemaError
-from starter.quantization import ZERO_POINT_FORMAT, QuantizedTensor
+from starter.quantization import QuantizedTensor
 
 _NOTE = "quantized"
 _DTYPES = {"f": "F32", "d": "F64", "h": "I16", "q": "I64"}

@@ -43,7 +43,7 @@ class FuzzTest(unittest.TestCase):
             self.assert_noticed()
 
     def test_shared_pages_that_are_written_without_a_copy(self) -> None:
-        with patch.object(KVCacheManager, "_shared_among", lambda *arguments: []):
+        with patch.object(KVCacheManager, "_would_write_shared", lambda *arguments: False):
             self.assert_noticed()
 
     def test_prefixes_that_are_confused(self) -> None:
@@ -68,7 +68,7 @@ class FuzzTest(unittest.TestCase):
             self.assert_noticed()
 
     def test_swapped_tokens_that_are_not_copied(self) -> None:
-        with patch.object(KVCacheManager, "_copy_pages", lambda *arguments: None):
+        with patch.object(PagePool, "take_copies", lambda pool, origin, sources, *more: pool.take(*more)):
             self.assert_noticed()
 
     def test_random_numbers_that_depend_on_the_neighbours(self) -> None:
