@@ -850,25 +850,25 @@ class FailingObservers(unittest.TestCase):
             if kind == bad:
                 raise OSError(kind)
 
-        for bad, call, pages, length, copies, swapped in (
-                ("copy", lambda: kv.reserve(child, 5), 2, 3, 1, False),
-                ("allocate", lambda: kv.reserve(child, 5), 3, 3, 1, False),
-                ("copy", lambda: kv.append(child, [1.0], [1.0]), 2, 3, 1, False),
-                ("append", lambda: kv.append(child, [1.0], [1.0]), 2, 4, 1, False),
-                ("publish", lambda: kv.commit(child, 3, (1, 2, 3)), 2, 3, 0, False),
-                ("swap_out", lambda: kv.swap_out(child), 0, 3, 0, True)):
-            with self.subTest(bad=bad):
-                bad_later, bad = bad, ""
+        bad = ""
+        for change, call, pages, length, copies, swapped in (
+                ("copy", lambda kv, child: kv.reserve(child, 5), 2, 3, 1, False),
+                ("allocate", lambda kv, child: kv.reserve(child, 5), 3, 3, 1, False),
+                ("copy", lambda kv, child: kv.append(child, [1.0], [1.0]), 2, 3, 1, False),
+                ("append", lambda kv, child: kv.append(child, [1.0], [1.0]), 2, 4, 1, False),
+                ("publish", lambda kv, child: kv.commit(child, 3, (1, 2, 3)), 2, 3, 0, False),
+                ("swap_out", lambda kv, child: kv.swap_out(child), 0, 3, 0, True)):
+            with self.subTest(change=change):
                 kv = KVCacheManager(6, 2, prefix_sharing=True, host_pages=2, observer=observe)
                 parent = kv.allocate("parent", 3)
                 kv.commit(parent, 3)
                 child = kv.fork(parent, "child")
-                bad = bad_later
-                self.assertRaisesRegex(OSError, bad, call)
+                bad = change
+                self.assertRaisesRegex(OSError, change, call, kv, child)
+                bad = ""
                 kv.check()
                 self.assertEqual((len(kv.pages(child)), kv.length(child), kv.stats().copies, kv.stats().swaps_out),
                                  (pages, length, copies, swapped))
-                bad = ""
                 if swapped:
                     kv.swap_in(child, 3)
                 kv.reserve(child, 5)  # and so it goes on
