@@ -24,8 +24,8 @@ Promises, each a property in tests/test_kv_cache.py:
 - A page that can still be found is never handed out: eviction forgets it first, the least recently used one.
 - At least one token of a prompt is left to compute, also when all of it was found.
 - A released handle, or one from another manager, is refused: StaleHandleError.
-- An observer may raise at any change, and pages are conserved. The exception reaches the caller. The call ends with
-  this change complete, or, if it was to return a handle, with nothing opened.
+- An observer may raise at any change. The call ends there with that exception: changes that were observed are complete,
+  no page is lost, and a call that was to return a handle has opened nothing.
 """
 
 from __future__ import annotations
@@ -178,19 +178,17 @@ class PrefixIndex:
 
 
 class PagePool:
-    """The pages of one store: how many users each has, and which are free or cached. All methods O(1) a page.
-    ``on_evict(for_whom, pages)`` is called before cached pages are taken."""
+    """The pages of one store: how many users each has, and which are free or cached. All methods O(1) a page."""
 
-    def __init__(self, num_pages: int, store: KVStore, on_evict: Callable[[str, tuple[int, ...]], None] | None = None,
-                 ) -> None:
+    def __init__(self, num_pages: int, store: KVStore) -> None:
         self.store = store
-        self.on_evict = on_evict
         self.index = PrefixIndex()
         self.total = num_pages
         self.refcounts = [0] * num_pages  # users of each page
         self.shared = 0  # pages with more than one
         self.cached: OrderedDict[int, None] = OrderedDict()  # unused but findable pages, least recently used first
         self.peak = self.evictions = 0
+        self.on_evict: Callable[[str, tuple[int, ...]], None] = lambda for_whom, pages: None  # before they are taken
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page freed last is reused first
 
     @property
@@ -217,7 +215,7 @@ class PagePool:
     def take(self, number: int, for_whom: str) -> list[int]:
         """Pages for a first user, all or nothing: free ones first, then the least recently used cached ones."""
         self.require(number, for_whom)
-        if self.on_evict and (evicted := self.next_evicted(number)):
+        if evicted := self.next_evicted(number):
             self.on_evict(for_whom, evicted)
         pages = [self._free.pop() if self._free else self._evict() for _ in range(number)]
         for page in pages:
@@ -329,8 +327,8 @@ class KVCacheManager:
         self.before_take: Callable[[int, str], None] = lambda number, request_id: None
         self._observer = observer or (lambda kind, request_id, pages: None)
         self.total_pages, self.total_host_pages = num_pages, host_pages
-        self._pool = PagePool(num_pages, self.store, partial(self._observer, "evict"))
-        self._host = PagePool(host_pages, self.host_store)
+        self._pool, self._host = PagePool(num_pages, self.store), PagePool(host_pages, self.host_store)
+        self._pool.on_evict = partial(self._observer, "evict")
         self._tables: dict[KVHandle, None] = {}  # the open ones, in the order in which they were opened
         self._counts = dict.fromkeys(
             ("allocations", "releases", "hits", "misses", "copies", "swaps_out", "swaps_in"), 0)
@@ -342,7 +340,7 @@ class KVCacheManager:
     def _repr_html_(self) -> str | None:
         return picture("page_pool", self)
 
-    # ---------------------------------------------------------------------------------------- observing
+    # -------------------------------------------------------------------------------- what is there now
 
     @property
     def free_pages(self) -> int:
@@ -382,7 +380,7 @@ class KVCacheManager:
         return self._table(handle).pages
 
     def resident_pages(self, handle: KVHandle) -> tuple[int, ...]:
-        """The same, to compute with: RequestError while swapped out."""
+        """The block table, to compute with: RequestError while swapped out."""
         return self._table(handle, resident=True).pages
 
     def page(self, page_id: int) -> PageInfo:
@@ -509,7 +507,7 @@ class KVCacheManager:
         pages. All or nothing: OutOfPagesError leaves everything as it was. O(new pages)."""
         table = self._table(handle, resident=True)
         missing = max(0, self.pages_for(token_count) - len(table.pages))
-        copies = self._would_write_shared(table, token_count)
+        copies = self._needs_copy(table, token_count)
         if copies or missing:
             self._require(copies + missing, table.request_id)
         if copies:
@@ -517,9 +515,9 @@ class KVCacheManager:
         if missing:
             self._grow(table, missing)
 
-    def _would_write_shared(self, table: KVHandle, token_count: int) -> bool:
-        """Is a page shared that positions length .. token_count - 1 are in? Tables share only pages that hold tokens,
-        so it can only be the page of position ``length``, half full."""
+    def _needs_copy(self, table: KVHandle, token_count: int) -> bool:
+        """Are any of the positions length .. token_count - 1 in a shared page? Tables share only pages that hold tokens,
+        so it can only be the page of position ``length``, partly filled."""
         index = table.length // self.page_size
         return token_count > table.length and index < len(table.pages) and self._pool.refcounts[table.pages[index]] > 1
 
@@ -546,7 +544,7 @@ class KVCacheManager:
         if not table.length <= token_count <= len(table.pages) * self.page_size:
             raise RequestError(f"{table.request_id} has {table.length} tokens and {len(table.pages)} pages of "
                                f"{self.page_size}; it cannot hold {token_count}")
-        if self._would_write_shared(table, token_count):
+        if self._needs_copy(table, token_count):
             raise RequestError(f"{table.request_id} shares the page it would fill; reserve() the positions first")
         first, full = table.length // self.page_size, token_count // self.page_size
         for page in table.pages[first:full]:

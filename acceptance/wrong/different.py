@@ -21,7 +21,7 @@ def pages_in_turn(patch):
 
     def take(self, number, for_whom):
         self.require(number, for_whom)
-        if self.on_evict and (evicted := self.next_evicted(number)):
+        if evicted := self.next_evicted(number):
             self.on_evict(for_whom, evicted)
         pages = [self._free.pop(0) if self._free else self._evict() for _ in range(number)]
         for page in pages:

@@ -83,7 +83,7 @@ def prefix_published_before_computed(patch):
 @mistake(14, "M4PagedKV.test_copy_on_write", says="copy a shared page before writing")
 def no_copy_on_write(patch):
     """Shared tail page without copy-on-write: a fork writes into its sibling."""
-    patch(KVCacheManager, "_would_write_shared", lambda self, table, token_count: False)
+    patch(KVCacheManager, "_needs_copy", lambda self, table, token_count: False)
     blind(patch)
 
 

@@ -440,7 +440,7 @@ class BrokenEngineTest(unittest.TestCase):
         self.assertTrue(any(violation.promise == promise and words in violation.problem for violation in violations))
 
     def test_shared_pages_are_written_without_a_copy(self) -> None:
-        with patch.object(KVCacheManager, "_would_write_shared", lambda *given: False):
+        with patch.object(KVCacheManager, "_needs_copy", lambda *given: False):
             self.notices("V1", "writes to page")
 
     def test_a_page_is_found_by_its_own_tokens_whatever_came_before(self) -> None:

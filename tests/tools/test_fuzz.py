@@ -43,7 +43,7 @@ class FuzzTest(unittest.TestCase):
             self.assert_noticed()
 
     def test_shared_pages_that_are_written_without_a_copy(self) -> None:
-        with patch.object(KVCacheManager, "_would_write_shared", lambda *arguments: False):
+        with patch.object(KVCacheManager, "_needs_copy", lambda *arguments: False):
             self.assert_noticed()
 
     def test_prefixes_that_are_confused(self) -> None:

@@ -95,7 +95,7 @@ class ReleasedTest(unittest.TestCase):
 
     def test_private_helpers_of_solutions_are_gone(self) -> None:
         for module, helpers in {"scheduler": "_plan_admissions _plan_decodes _plan_prefills _preempt _held",
-                                "kv_cache": "_would_write_shared _grow _find_prefix", 
+                                "kv_cache": "_needs_copy _grow _find_prefix", 
                                 "quantization": "_pack_row _round_up_to_float32 _scale",
                                 "backend": "_attend_part"}.items():
             self.assertLessEqual(set(helpers.split()), {name.rpartition(".")[2] for name, _ in functions(
