@@ -111,25 +111,22 @@ class KVStore(ABC):
 
 
 class PlainStore(KVStore):
-    """The simplest store, for a page manager without a model: key and value by page and offset."""
+    """The simplest store, for a page manager without a model: a page is a dict of keys and values by offset."""
 
     def __init__(self, page_size: int, width: int) -> None:
-        self.page_size, self.width = page_size, width
-        self.page_bytes = 2 * 8 * page_size * width  # doubles
-        self._slots: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
+        self.width, self.page_bytes = width, 2 * 8 * page_size * width  # doubles
+        self._pages: dict[int, dict[int, tuple[list[float], list[float]]]] = {}
 
     def write(self, page: int, offset: int, key: Sequence[float], value: Sequence[float]) -> None:
-        self._slots[page, offset] = ([*map(float, key)], [*map(float, value)])
+        self._pages.setdefault(page, {})[offset] = ([*map(float, key)], [*map(float, value)])
 
     def read(self, page: int, offset: int) -> tuple[list[float], list[float]]:
-        key, value = self._slots[page, offset]
+        key, value = self._pages[page][offset]
         return list(key), list(value)
 
     def copy_page(self, source: int, target: int, origin: KVStore | None = None) -> None:
-        slots = origin._slots if isinstance(origin, PlainStore) else self._slots
-        for offset in range(self.page_size):
-            if (source, offset) in slots:
-                self.write(target, offset, *slots[source, offset])
+        pages = origin._pages if isinstance(origin, PlainStore) else self._pages
+        self._pages[target] = dict(pages.get(source, {}))
 
 
 # --------------------------------------------------------------------------------------------------------- the pages
@@ -516,7 +513,7 @@ class KVCacheManager:
             self._grow(table, missing)
 
     def _needs_copy(self, table: KVHandle, token_count: int) -> bool:
-        """Are any of the positions length .. token_count - 1 in a shared page? Tables share only pages that hold tokens,
+        """Is any of the positions length .. token_count - 1 in a shared page? Tables share only pages that hold tokens,
         so it can only be the page of position ``length``, partly filled."""
         index = table.length // self.page_size
         return token_count > table.length and index < len(table.pages) and self._pool.refcounts[table.pages[index]] > 1
