@@ -34,7 +34,7 @@ from starter.base.wings import wing
 from starter.core import HasId, ModelRunner
 from starter.core import Outcome as Row
 from starter.engine import InferenceEngine
-from starter.errors import EngineError, RequestError, UnknownRequestError
+from starter.errors import EngineError, RequestError, SchemaError, UnknownRequestError
 from starter.kv_cache import KVHandle
 from starter.model import Loaded, load_scenario_model
 from starter.schema import (
@@ -48,6 +48,7 @@ from starter.schema import (
     WEIGHTS_SHAPE,
     Request,
     SafetensorsWeights,
+    SamplingParams,
     Scenario,
 )
 from starter.timeline import Event, VirtualClock
@@ -288,10 +289,14 @@ def _grows(changes: Mapping[str, Sequence[int]]) -> bool:
 
 
 def _request(event: Event, number: int) -> Request:
-    """The request of a submit event. SchemaError names the line."""
+    """The request of a submit event, as ``submit`` would take it in code: what it took once, it takes again, also where
+    a scenario file has narrower limits. SchemaError names the line."""
     fields = {key: event[key] for key in REQUEST_SHAPE.fields if key in event}
-    request: Request = REQUEST_SHAPE.parse({"request_id": event["request"], **fields}, f"/line {number}")
-    return request
+    try:
+        sampling = SamplingParams(**fields.pop("sampling", {}))
+        return Request(event["request"], sampling=sampling, **fields)
+    except (RequestError, TypeError) as error:  # TypeError: sampling has a key that is none
+        raise SchemaError(str(error), f"/line {number}") from None
 
 
 def load_recorded(header: Event, folder: Path = Path(), checkpoint: str | Path | None = None,

@@ -49,6 +49,14 @@ class SameTest(ReplayCase):
         events = read_timeline(TIMELINE)
         self.assert_same(events, load_recorded(events[0]))
 
+    def test_what_submit_takes_beyond_the_limits_of_a_file(self) -> None:
+        engine = make_engine()
+        engine.submit([1, 2], 3, request_id="x" * 201, priority=-1_700_000_000,
+                      sampling=SamplingParams(1.0, seed=2**64 - 1, min_tokens=2**40))
+        engine.submit([3], 2, priority=2_000_000, stop_tokens=range(20), sampling=SamplingParams(stop=["q"] * 65))
+        engine.run()
+        self.assert_same(as_read(engine.timeline))
+
     def test_one_of_everything(self) -> None:
         events = as_read(full_engine().timeline)
         self.assert_same(events)
