@@ -1,6 +1,7 @@
 """The command line: run a scenario or continue prompts, and show what the engine does.
 
     python3 starter/driver.py --fixture fixtures/tiny_model.json
+    python3 starter/driver.py --fixture fixtures/quatrains.json --prompt 春 --temperature 0.8
     python3 starter/driver.py --checkpoint MODEL --prompt "Once upon a time" --max-tokens 64
     python3 starter/driver.py --checkpoint MODEL --backend numpy --chat "What is the capital of France?"
 
@@ -32,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     check_options(options)
     console = Console(sys.stdout, quiet=options.quiet or options.json)
-    return run_scenario(options, console) if options.fixture is not None else run_prompts(options, console)
+    plays = options.fixture is not None and not options.prompt
+    return run_scenario(options, console) if plays else run_prompts(options, console)
 
 
 def entry() -> None:

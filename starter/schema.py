@@ -406,14 +406,21 @@ class Scenario:
     def _request_ids(self) -> set[str]:
         """The ids of the requests, all different; the model can serve every request."""
         ids: set[str] = set()
+        samples: dict[str, str] = {}  # the ids of further samples, and whose they are
         for i, request in enumerate(self.requests):
             if request.request_id in ids:
                 raise SchemaError(f"two requests have the id {request.request_id!r}", f"/requests/{i}/request_id")
             ids.add(request.request_id)
+            samples |= {sample_id(request.request_id, number): request.request_id
+                        for number in range(1, request.sampling.n)}
             try:
                 request.check_against(self.model)
             except RequestError as error:
                 raise SchemaError(str(error), f"/requests/{i}") from None
+        for i, request in enumerate(self.requests):
+            if request.request_id in samples:
+                raise SchemaError(f"{request.request_id!r} is the id of a sample of {samples[request.request_id]!r}; "
+                                  f"choose another", f"/requests/{i}/request_id")
         return ids
 
     def to_dict(self) -> dict[str, Any]:

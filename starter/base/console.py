@@ -1,7 +1,9 @@
 """Printing that cannot crash a run, and programs that end with one line instead of a traceback.
 
-A character that the console cannot show is replaced. Progress lines appear only on a terminal; a pipe or a file gets
-the lasting lines alone. A program is ``run_program(main)``, where ``main`` returns ``guarded(work)``.
+A character that the console cannot show is replaced, and a line on standard error says so once. On a terminal, lines
+are folded to its width, in cells: a Chinese character takes two. Progress lines and colours appear only there (colours
+not where NO_COLOR is set); a pipe or a file gets the lasting lines alone, as they are. A program is
+``run_program(main)``, where ``main`` returns ``guarded(work)``.
 """
 
 from __future__ import annotations
@@ -15,10 +17,47 @@ from pathlib import Path
 from shutil import get_terminal_size
 from traceback import extract_tb
 from typing import NoReturn, TextIO
+from unicodedata import category, combining, east_asian_width
 
 from starter.errors import EngineError, SchemaError
 
 EXIT_OK, EXIT_DIFFERS, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+def cells(text: str) -> int:
+    """How many cells of a terminal the text takes: two for a wide character, none for one that joins the last."""
+    return sum(0 if combining(character) or category(character) in ("Mn", "Me", "Cf")
+               else 2 if east_asian_width(character) in "WF" else 1 for character in text)
+
+
+def _fitting(text: str, width: int) -> int:
+    """How many characters of the text fit into ``width`` cells; at least one."""
+    used = 0
+    for number, character in enumerate(text):
+        used += cells(character)
+        if used > width:
+            return max(number, 1)
+    return len(text)
+
+
+def cut(text: str, width: int) -> str:
+    """The text, or as much of it as fits into ``width`` cells, with an ellipsis for the rest."""
+    return text if cells(text) <= width else text[:_fitting(text, width - 1)] + "…"
+
+
+def fold(text: str, width: int, indent: int = 0) -> list[str]:
+    """Lines of at most ``width`` cells, broken at spaces where there are any, from the second on indented."""
+    lines, margin = [], " " * min(indent, width // 2)
+    while cells(text) > width:
+        end = _fitting(text, width)
+        space = text.rfind(" ", len(text) - len(text.lstrip(" ")), end + 1)
+        at = space if space > 0 else end
+        lines.append(text[:at].rstrip(" "))
+        text = margin + text[at:].lstrip(" ")
+    return [*lines, text]
+
+
+_COLOURS = {"green": 32, "red": 31, "yellow": 33, "dim": 2, "bold": 1}
 
 
 class Console:
@@ -28,25 +67,48 @@ class Console:
         """``stream`` is None where a program was started without that output: nothing is printed then."""
         self._stream, self._quiet = stream, quiet
         self._progress = ""
+        self._replaced = False
+
+    @property
+    def width(self) -> int | None:
+        """Cells in a line of the terminal; None where there is none."""
+        if self._stream is None or not self._stream.isatty():
+            return None
+        return max(get_terminal_size().columns, 8)
+
+    def colour(self, text: str, name: str) -> str:
+        """The text in "green", "red", "yellow", "dim" or "bold" where the stream shows colours: on a terminal, unless
+        NO_COLOR is set, and wherever FORCE_COLOR is set."""
+        get = os.environ.get
+        able = self.width is not None and get("TERM") != "dumb" and (os.name != "nt" or get("WT_SESSION"))
+        shown = (able or get("FORCE_COLOR")) and not get("NO_COLOR")
+        return f"\x1b[{_COLOURS[name]}m{text}\x1b[0m" if shown else text
 
     def write(self, text: str) -> None:
         """Text as it comes, shown at once."""
         if self._quiet or self._stream is None:
             return
         encoding = self._stream.encoding or "utf-8"
-        self._stream.write(text.encode(encoding, errors="replace").decode(encoding))
+        shown = text.encode(encoding, errors="replace").decode(encoding)
+        self._stream.write(shown)
         self._stream.flush()
+        if shown != text and not self._replaced:
+            self._replaced = True
+            if sys.stderr is not self._stream:
+                complain(f"note: this output is in {encoding}, which lacks some characters; they are shown as '?'. "
+                         f"With PYTHONUTF8=1 all of them are written")
 
-    def line(self, text: str = "") -> None:
-        """One lasting line."""
-        self.write(text + "\n")
+    def line(self, text: str = "", indent: int = 0, colour: str | None = None) -> None:
+        """One lasting line; on a terminal it is folded, and what follows the first line indented."""
+        lines = [text] if self.width is None else fold(text, self.width, indent)
+        self.write("".join((self.colour(each, colour) if colour else each) + "\n" for each in lines))
 
     def progress(self, text: str) -> None:
         """Replace the progress line, cut to the terminal's width; "" removes it. Does nothing without a terminal."""
-        if self._quiet or self._stream is None or not self._stream.isatty():
+        if self._quiet or self.width is None:
             return
-        text = text[:get_terminal_size().columns - 1]
-        self.write("\r" + text.ljust(len(self._progress)) + ("" if text else "\r"))
+        text = cut(text, self.width - 1)
+        self.write("\r" + text + " " * (cells(self._progress) - cells(text)) + ("" if text else "\r"))
         self._progress = text
 
     @contextmanager
@@ -60,7 +122,8 @@ class Console:
 
 
 class Table:
-    """Left-aligned columns as wide as their widest cell; the last column is not padded."""
+    """Left-aligned columns as wide as their widest entry; the last column is not padded. On a terminal it is cut to
+    the width that is left."""
 
     def __init__(self, *head: str) -> None:
         self._rows: list[tuple[str, ...]] = [head]
@@ -71,9 +134,11 @@ class Table:
 
     def show(self, console: Console, indent: str = "") -> None:
         """Print head and rows."""
-        widths = [max(map(len, column)) for column in zip(*self._rows)][:-1]
-        for row in self._rows:
-            console.line(indent + "  ".join([cell.ljust(width) for cell, width in zip(row, widths)] + [row[-1]]))
+        widths = [max(map(cells, column)) for column in zip(*self._rows)][:-1]
+        for *row, last in self._rows:
+            line = indent + "".join(entry + " " * (width + 2 - cells(entry)) for entry, width in zip(row, widths))
+            room = None if console.width is None else console.width - cells(line)
+            console.line(line + (last if room is None or room < 8 else cut(last, room)))
 
 
 def guarded(work: Callable[[], int]) -> int:

@@ -1,43 +1,57 @@
-"""The options of ``starter/driver.py``, and which of them go together."""
+"""The options of a run, which of them go together, and the settings that they ask for.
+
+An option that would have no effect is refused: whoever gives it expects one.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from starter.base.console import check_writable
-from starter.errors import RequestError
+from starter.errors import RequestError, SchemaError
+from starter.schema import EngineSettings, SamplingParams
 
 STORED = "stored"  # --quantization: a checkpoint's matrices as the codes that its file holds
-PROMPT_OPTIONS: dict[str, Any] = {  # those that go with --checkpoint, and their defaults
-    "prompt": None, "chat": None, "max_tokens": 64, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "n": 1, "stop": []}
+PROMPT_OPTIONS = ("max_tokens", "temperature", "top_k", "top_p", "n", "stop")  # of prompts, not of a scenario's run
+SAMPLED_OPTIONS = ("top_k", "top_p", "seed")  # without effect where every token is the likeliest
+ENGINE_OPTIONS = {  # fields of EngineSettings, and their options
+    "page_size": "--page-size", "num_pages": "--num-pages", "budget_tokens": "--budget", "max_running": "--max-running",
+    "policy": "--policy", "batching": "--batching", "preemption": "--preemption", "host_pages": "--host-pages",
+    "prefix_sharing": "--prefix-sharing", "workers": "--workers", "use_cache": "--no-cache", "seed": "--seed",
+    "kv_quantization": "--kv-quantization"}
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """The driver's parser; ``description`` heads its ``--help``."""
-    parser = argparse.ArgumentParser(prog="driver.py", description=description,
+def make_parser(description: str | None, program: str = "driver.py") -> argparse.ArgumentParser:
+    """The parser of a run; ``description`` heads its ``--help``."""
+    parser = argparse.ArgumentParser(prog=program, description=description,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--fixture", metavar="FILE", help="scenario to run (JSON)")
+    source.add_argument("--fixture", metavar="FILE", help="scenario to run (JSON), or whose model continues a --prompt")
     source.add_argument("--checkpoint", metavar="PATH", help="GGUF file, folder from Hugging Face, or llama2.c model")
-    _add_prompt_options(parser.add_argument_group("with --checkpoint"))
+    _add_prompt_options(parser.add_argument_group("prompts"))
     _add_engine_options(parser.add_argument_group("engine (the default is what the scenario says)"))
     output = parser.add_argument_group("output")
     output.add_argument("--manifest-only", action="store_true", help="print the scenario's manifest and stop")
+    output.add_argument("--steps", choices=("few", "all", "none"), default="few",
+                        help="how much is printed of the steps and requests of a scenario; few (the default): at most "
+                             "some 200 lines")
     output.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     output.add_argument("--timeline", metavar="OUT.jsonl", help="write every event, a line each")
     output.add_argument("--trace", metavar="OUT.json", help="write a Chrome trace, for ui.perfetto.dev")
     output.add_argument("--report", metavar="OUT.html", help="write a page that replays the run, step by step")
     output.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    parser.set_defaults(**PROMPT_OPTIONS)
     return parser
 
 
 def _add_prompt_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--prompt", action="append", metavar="TEXT", help="continue this; may be given several times")
-    group.add_argument("--chat", action="append", metavar="TEXT", help="answer this; may be given several times")
-    group.add_argument("--max-tokens", type=int, metavar="N")
+    group.add_argument("--chat", action="append", metavar="TEXT",
+                       help="answer this, with a checkpoint that can chat; may be given several times")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate: 64 unless less fit")
     group.add_argument("--temperature", type=float, help="0 (the default) is greedy")
     group.add_argument("--top-k", type=int, help="sample among the K likeliest; 0: among all")
     group.add_argument("--top-p", type=float, help="sample among the likeliest that add up to P")
@@ -46,7 +60,8 @@ def _add_prompt_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_engine_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--backend", default="cpu", help="cpu, reference, numpy, cuda or auto")
+    group.add_argument("--backend", help="cpu, reference, numpy, cuda or auto; the default is cpu for a scenario, auto "
+                                         "for a checkpoint")
     group.add_argument("--device", metavar="NAME", help="of backend cuda: cuda:0 (the default), or cpu, without a GPU")
     group.add_argument("--dtype", choices=("float32", "float16"), help="of weights and pages of backend cuda")
     group.add_argument("--quantization", choices=("none", "int8", "int4", "int4-search", STORED),
@@ -68,28 +83,103 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--clock", choices=("real", "virtual"), default="real", help="virtual: a step lasts one second")
 
 
+# -------------------------------------------------------------------------------------------------- what goes together
+
+
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse options that would be ignored, and files that would be lost. RequestError, or SchemaError for a file that
-    cannot be written."""
-    given = [f"--{name.replace('_', '-')}" for name, default in PROMPT_OPTIONS.items()
-             if getattr(options, name) != default]
+    """RequestError for options that contradict each other or would have no effect, and for files that would be lost;
+    SchemaError for a file that cannot be written."""
+    for problem in _contradictions(options):
+        raise RequestError(problem)
     _check_outputs(options)
-    if options.fixture is not None and given:
-        raise RequestError(f"{', '.join(given)} cannot be used here: --prompt and --chat go with --checkpoint, and so "
-                           f"do their options; a fixture brings its own requests")
+
+
+def _contradictions(options: argparse.Namespace) -> Iterator[str]:
+    prompts = [f"--{name.replace('_', '-')}" for name in PROMPT_OPTIONS if getattr(options, name) is not None]
+    plays = options.fixture is not None and not options.prompt  # the scenario's own requests
+    if options.fixture is not None and options.chat:
+        yield ("--chat goes with --checkpoint: the model of a scenario has no chat template; give --prompt to have it "
+               "continue a text")
+    if plays and prompts:
+        yield (f"{', '.join(prompts)} cannot be used here: the requests of a fixture say these things themselves; give "
+               f"--prompt to have its model continue a text")
     if options.prompt and options.chat:
-        raise RequestError("give --prompt, to go on from a text, or --chat, to have a message answered; not both")
-    if options.checkpoint is not None and options.manifest_only:
-        raise RequestError("--manifest-only goes with --fixture; a checkpoint has no manifest")
+        yield "give --prompt, to go on from a text, or --chat, to have a message answered; not both"
+    if options.manifest_only and not plays:
+        yield "--manifest-only goes with --fixture and no --prompt: there is no other manifest"
+    if not plays and options.steps != "few":
+        yield "--steps goes with --fixture and no --prompt: of a prompt the text is printed, not the steps"
+    if not plays and not options.temperature:
+        for name in SAMPLED_OPTIONS:
+            if getattr(options, name) is not None:
+                yield (f"--{name.replace('_', '-')} has no effect on greedy decoding, which takes the likeliest token; "
+                       f"give --temperature above 0, too")
+    if options.quantization == STORED and options.fixture is not None:
+        yield "--quantization stored goes with --checkpoint: it keeps the codes that a GGUF file holds"
+    if options.use_cache is False:
+        for name in ("prefix_sharing", "kv_quantization", "host_pages", "workers"):
+            if getattr(options, name) not in (None, "none"):
+                yield (f"{ENGINE_OPTIONS[name]} has no effect with --no-cache, which keeps no keys and values; leave "
+                       f"one out")
+        if options.preemption == "swap":
+            yield "--preemption swap has no effect with --no-cache, which keeps no keys and values; leave one out"
+    if options.batching == "none" and options.max_running not in (None, 1):
+        yield "--max-running has no effect with --batching none, which runs one request at a time; leave one out"
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    outputs = [path for path in (options.timeline, options.trace, options.report) if path is not None]
-    places = [Path(path).absolute() for path in (options.fixture, options.checkpoint, *outputs) if path is not None]
-    for i, place in enumerate(places):
-        if place in places[:i]:
+    outputs = {"--timeline": options.timeline, "--trace": options.trace, "--report": options.report}
+    outputs = {option: path for option, path in outputs.items() if path is not None}
+    sources = [Path(path).absolute() for path in (options.fixture, options.checkpoint) if path is not None]
+    for option, path in outputs.items():
+        if path == "-":
+            raise RequestError(f"{option} - would write a file of that name; give a path, or --json for one document "
+                               f"on standard output")
+        place = Path(path).absolute()
+        if place in sources:
             raise RequestError(f"{place.name} is given twice; what is written must not replace what is read or written")
+        sources.append(place)
     if options.manifest_only and outputs:
         raise RequestError("--manifest-only runs nothing, so there is no timeline, trace or report to write")
-    for path in outputs:
+    for path in outputs.values():
         check_writable(path)
+
+
+# ------------------------------------------------------------------------------------------------- what is asked for
+
+
+def engine_settings(options: argparse.Namespace, default: EngineSettings) -> EngineSettings:
+    """``default`` with what the options say; RequestError names the option that is out of range."""
+    given = {name: getattr(options, name) for name in ENGINE_OPTIONS if getattr(options, name) is not None}
+    if given.get("kv_quantization") == "none":
+        given["kv_quantization"] = None
+    if "num_pages" in given:  # which a budget in bytes would replace
+        given["kv_budget_bytes"] = None
+    try:
+        settings = default.override(given)
+    except SchemaError as error:
+        name = error.path.rpartition("/")[2]
+        if name not in given:
+            raise
+        raise RequestError(f"{ENGINE_OPTIONS[name]}: {error.problem}") from None
+    if options.host_pages is not None and settings.preemption != "swap":
+        raise RequestError("--host-pages has no effect without --preemption swap, which uses them; give both or "
+                           "neither")
+    if options.preemption == "swap" and not settings.host_pages:
+        raise RequestError("--preemption swap needs pages to swap to, and there are 0; give --host-pages")
+    return settings
+
+
+def sampling_params(options: argparse.Namespace) -> SamplingParams:
+    """What the options say of sampling; RequestError names the option that is out of range."""
+    params = SamplingParams()
+    for name in ("temperature", "top_k", "top_p", "n", "stop"):
+        if (value := getattr(options, name)) is not None:
+            changed: dict[str, Any] = {name: value}
+            try:
+                params = replace(params, **changed)
+            except RequestError as error:
+                option = f"--{name.replace('_', '-')}"
+                raise RequestError(str(error).replace(name, option, 1) if name in str(error) else f"{option}: {error}"
+                                   ) from None
+    return params

@@ -1,8 +1,13 @@
-"""What is printed of a run: the manifest, a line for each step or several, results, metrics, the verdict."""
+"""What is printed of a run: the manifest, a line for each step or several, results, metrics, the verdict.
+
+``amount`` is what --steps says: "few" (at most STEP_LINES lines of steps and REQUEST_ROWS requests, and how many more
+there are), "all", or "none" of the steps.
+"""
 
 from __future__ import annotations
 
 import json
+from math import inf
 
 from starter.base.console import EXIT_DIFFERS, EXIT_OK, Console, Table
 from starter.base.statistics import Summary
@@ -19,7 +24,11 @@ def print_json(document: object) -> None:
     print(json.dumps(document, allow_nan=False))
 
 
-def print_manifest(scenario: Scenario, console: Console) -> None:
+STEP_LINES = 120
+REQUEST_ROWS = 40
+
+
+def print_manifest(scenario: Scenario, console: Console, amount: str = "all") -> None:
     """What the scenario is: model, weights, engine settings, requests."""
     model, engine, weights = scenario.model, scenario.engine, scenario.weights
     source = f"seed {weights.seed}" if isinstance(weights, SeededWeights) else weights.path
@@ -34,11 +43,14 @@ def print_manifest(scenario: Scenario, console: Console) -> None:
     console.line(f"  requests   {len(scenario.requests)}, and {len(scenario.events)} cancelled on the way")
     tokenizer = CharacterTokenizer(scenario.tokenizer, model.bos_token, model.eos_tokens)
     table = Table("request", "arrives", "prompt", "max", "text")
-    for request in scenario.requests:
+    shown = scenario.requests if amount == "all" else scenario.requests[:REQUEST_ROWS]
+    for request in shown:
         text = tokenizer.decode(request.prompt_tokens)
         table.add(request.request_id, f"step {request.arrival:g}", len(request.prompt_tokens), request.max_tokens,
                   repr(text if len(text) <= 34 else text[:31] + "..."))
     table.show(console, indent="    ")
+    if len(shown) < len(scenario.requests):
+        console.line(f"    ... and {len(scenario.requests) - len(shown)} more (--steps all prints them)")
 
 
 class StepPrinter:
@@ -52,13 +64,16 @@ class StepPrinter:
 
     LONGEST_RUN = 16  # steps on one line
 
-    def __init__(self, engine: InferenceEngine, console: Console) -> None:
+    def __init__(self, engine: InferenceEngine, console: Console, amount: str = "all") -> None:
         self._engine, self._console = engine, console
+        self._room = {"all": inf, "few": STEP_LINES, "none": 0}[amount]  # lines that may still be printed
+        self._left_out = 0
         self._steps: list[int] = []  # of the line in the making
         self._batch = ""  # tokens, pages and prefills of the last of them
         self._texts: dict[str, str] = {}
         self._explained: set[str] = set()
-        console.line("step    tokens  pages  prefill, then tokens out")
+        if self._room:
+            console.line("step    tokens  pages  prefill, then tokens out")
 
     def show(self, played: Played) -> None:
         """Take one step into the table."""
@@ -76,14 +91,27 @@ class StepPrinter:
         else:
             self._console.progress(self._line())
         for note in notes:
-            self._console.line(f"          . {note}")
+            self._print(f"          . {note}", indent=12)
 
     def flush(self) -> None:
         """Print the line in the making."""
         if self._steps:
             self._console.progress("")
-            self._console.line(self._line())
+            self._print(self._line(), indent=23)
         self._steps, self._texts = [], {}
+
+    def end(self) -> None:
+        """Print what is left, or how much was left out."""
+        self.flush()
+        if self._left_out:
+            self._console.line(f"... and {self._left_out} more lines of steps (--steps all prints them)")
+
+    def _print(self, line: str, indent: int) -> None:
+        if self._room:
+            self._room -= 1
+            self._console.line(line, indent)
+        else:
+            self._left_out += 1
 
     def _line(self) -> str:
         first, last = self._steps[0], self._steps[-1]
@@ -121,18 +149,26 @@ def _ending(event: TokenEvent, at_eos: bool) -> str:
     return sentences[event.finish_reason or "error"]
 
 
-def print_results(events: list[TokenEvent], refused: dict[str, str], verdicts: dict[str, str],
-                  console: Console) -> None:
-    """A line for each request: tokens, how it ended, golden or not, its text, or why it was refused."""
+def print_results(events: list[TokenEvent], refused: dict[str, str], verdicts: dict[str, str], console: Console,
+                  amount: str = "all") -> None:
+    """A line for each request: tokens, how it ended, golden or not, its text, or why it was refused. Of many, those
+    that did not end as they should come first."""
     console.line()
     table = Table("request", "tokens", "ended", "golden", "text")
     texts = _texts(events)
     ends = {event.sequence_id: event.finish_reason for event in events}
-    for sample, tokens in tokens_of(events).items():
-        table.add(sample, len(tokens), ends[sample], verdicts.get(sample, "-"), repr(texts.get(sample, "")))
-    for request_id, reason in refused.items():
-        table.add(request_id, 0, "refused", verdicts.get(request_id, "-"), reason)
+    rows = [(sample, len(tokens), ends[sample] or "", verdicts.get(sample, "-"), repr(texts.get(sample, "")))
+            for sample, tokens in tokens_of(events).items()]
+    rows += [(request_id, 0, "refused", verdicts.get(request_id, "-"), reason)
+             for request_id, reason in refused.items()]
+    shown = rows
+    if amount != "all" and len(rows) > REQUEST_ROWS:
+        shown = sorted(rows, key=lambda row: row[2] not in ("error", "refused") and row[3] != "differs")[:REQUEST_ROWS]
+    for row in shown:
+        table.add(*row)
     table.show(console)
+    if len(shown) < len(rows):
+        console.line(f"... and {len(rows) - len(shown)} more (--steps all prints them)")
 
 
 def print_metrics(metrics: Metrics, clock: str, console: Console) -> None:
@@ -179,9 +215,9 @@ def print_verdict(given: Scenario, played: Scenario, verdicts: dict[str, str], c
     elif not differing:
         others = len(played.requests) - len(verdicts)
         without = f"; {counted(others, 'request')} more without golden tokens" if others else ""
-        console.line(f"All {len(verdicts)} outputs equal the golden tokens{without}.")
+        console.line(f"All {len(verdicts)} outputs equal the golden tokens{without}.", colour="green")
     elif quantized == golden_quantized:
-        console.line(f"The output DIFFERS from the golden tokens: {', '.join(differing)}")
+        console.line(f"The output DIFFERS from the golden tokens: {', '.join(differing)}", colour="red")
         return EXIT_DIFFERS
     else:
         console.line(f"The golden tokens belong to other numbers than these quantized ones; "

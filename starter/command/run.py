@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from starter.backend import Backend, load_backend
 from starter.base.console import EXIT_DIFFERS, EXIT_OK, Console, complain
 from starter.base.wings import wing
-from starter.command.options import STORED
+from starter.command.options import STORED, engine_settings, sampling_params
 from starter.command.play import play, tokens_of
 from starter.command.printing import (
     StepPrinter,
@@ -24,34 +23,15 @@ from starter.command.printing import (
     print_verdict,
 )
 from starter.engine import InferenceEngine
-from starter.model import quantization_config
-from starter.schema import (
-    EngineSettings,
-    QuantizationConfig,
-    SamplingParams,
-    Scenario,
-    TokenEvent,
-    load_scenario,
-    sample_id,
-)
+from starter.errors import SchemaError
+from starter.model import load_scenario_model, quantization_config
+from starter.schema import EngineSettings, QuantizationConfig, Scenario, TokenEvent, load_scenario, sample_id
 from starter.timeline import VirtualClock
 
-# --------------------------------------------------------------------------------------------- what the options ask for
 
-
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Engine settings that were given on the command line."""
-    names = ("page_size", "num_pages", "budget_tokens", "max_running", "policy", "batching", "preemption", "host_pages",
-             "prefix_sharing", "workers", "use_cache", "seed")
-    settings = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    if options.kv_quantization is not None:
-        settings["kv_quantization"] = None if options.kv_quantization == "none" else options.kv_quantization
-    return settings
-
-
-def _backend(options: argparse.Namespace) -> Backend:
+def _backend(options: argparse.Namespace, default: str) -> Backend:
     given = {name: getattr(options, name) for name in ("device", "dtype") if getattr(options, name) is not None}
-    return load_backend(options.backend, **given)
+    return load_backend(options.backend or default, **given)
 
 
 def _quantization(options: argparse.Namespace, default: QuantizationConfig | None) -> QuantizationConfig | None:
@@ -66,39 +46,47 @@ def _clock(options: argparse.Namespace) -> Callable[[], float]:
     return VirtualClock() if options.clock == "virtual" else time.perf_counter
 
 
+def _load_scenario(path: str) -> Scenario:
+    """SchemaError names the file."""
+    try:
+        return load_scenario(path)
+    except SchemaError as error:
+        raise SchemaError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+
+
 # --------------------------------------------------------------------------------------------------------- the two runs
 
 
 def run_scenario(options: argparse.Namespace, console: Console) -> int:
     """Print the manifest, run the requests, compare with the golden tokens, print the metrics."""
-    given = load_scenario(options.fixture)
-    scenario = replace(given, engine=given.engine.override(_settings(options)),
+    given = _load_scenario(options.fixture)
+    scenario = replace(given, engine=engine_settings(options, given.engine),
                        quantization=_quantization(options, given.quantization))
-    print_manifest(scenario, console)
+    print_manifest(scenario, console, options.steps)
     if options.manifest_only:
         if options.json:
             print_json(scenario.to_dict())
         return EXIT_OK
     aside = Console(sys.stderr, quiet=options.quiet or not options.json)  # progress, when stdout is kept for JSON
     with console.working(f"loading {scenario.name}"), aside.working(f"loading {scenario.name}"):
-        engine = InferenceEngine.from_scenario(scenario, _backend(options), clock=_clock(options))
-    with _recorded(engine, options), engine, aside.working() as progress:
-        events, refused = _play(engine, scenario, console, progress)
+        engine = InferenceEngine.from_scenario(scenario, _backend(options, "cpu"), clock=_clock(options))
+    with _recorded(engine, options, console), engine, aside.working() as progress:
+        events, refused = _play(engine, scenario, console, progress, options.steps)
         metrics = engine.metrics()
     verdicts = compare(scenario, tokens_of(events))
     if options.json:
         print_json({"scenario": scenario.name, "backend": engine.model.backend.name,
                     "tokens": tokens_of(events), "refused": refused, "golden": verdicts, "metrics": metrics.to_dict()})
     else:
-        print_results(events, refused, verdicts, console)
+        print_results(events, refused, verdicts, console, options.steps)
         print_metrics(metrics, options.clock, console)
     return print_verdict(given, scenario, verdicts, console)
 
 
 @contextmanager
-def _recorded(engine: InferenceEngine, options: argparse.Namespace) -> Iterator[None]:
-    """Write the timeline while the block runs, and at its end the trace and the report, where asked for. The engine is
-    closed within the block, so that the ends of an interrupted run are on record, too."""
+def _recorded(engine: InferenceEngine, options: argparse.Namespace, console: Console) -> Iterator[None]:
+    """Write the timeline while the block runs, and at its end the trace and the report, where asked for, and say so.
+    The engine is closed within the block, so that the ends of an interrupted run are on record, too."""
     writers = []
     if options.trace is not None:
         writers.append((wing("observe.perfetto", "--trace").write_chrome_trace, options.trace))
@@ -111,21 +99,24 @@ def _recorded(engine: InferenceEngine, options: argparse.Namespace) -> Iterator[
         yield
     for write, path in writers:
         write(events, path)
+    for what, path in (("timeline", options.timeline), ("trace", options.trace), ("report", options.report)):
+        if path is not None:
+            console.line(f"The {what} is in {path}")
 
 
-def _play(engine: InferenceEngine, scenario: Scenario, console: Console,
-          progress: Callable[[str], None]) -> tuple[list[TokenEvent], dict[str, str]]:
+def _play(engine: InferenceEngine, scenario: Scenario, console: Console, progress: Callable[[str], None],
+          amount: str) -> tuple[list[TokenEvent], dict[str, str]]:
     """Run the scenario and print each step. Returns all events, and by request id why requests were refused."""
     console.line()
     events: list[TokenEvent] = []
     refused: dict[str, str] = {}
-    steps = StepPrinter(engine, console)
+    steps = StepPrinter(engine, console, amount)
     for played in play(engine, scenario):
         events += played.events
         refused.update(played.refused)
         steps.show(played)
         progress(f"step {engine.steps}, {len(engine.active)} requests")
-    steps.flush()
+    steps.end()
     return events, refused
 
 
@@ -141,53 +132,98 @@ def compare(scenario: Scenario, tokens: dict[str, list[int]]) -> dict[str, str]:
 
 
 def run_prompts(options: argparse.Namespace, console: Console) -> int:
-    """Continue one or several prompts, or answer messages, with a checkpoint, streaming."""
-    reader, chat = wing("checkpoints.load", "--checkpoint"), wing("checkpoints.chat", "--chat")
-    settings = EngineSettings().override({"budget_tokens": 64, "page_size": 16, **_settings(options)})
-    quantization = STORED if options.quantization == STORED else _quantization(options, None)
-    with console.working(f"loading {options.checkpoint}") as progress:
-        loaded = reader.load_checkpoint_model(options.checkpoint, _backend(options), quantization, progress)
+    """Continue one or several prompts, or answer messages, streaming."""
+    sampling = sampling_params(options)
+    if options.fixture is not None:
+        scenario = _load_scenario(options.fixture)
+        settings = engine_settings(options, scenario.engine)
+        loaded = load_scenario_model(scenario, _backend(options, "cpu"), _quantization(options, scenario.quantization))
+    else:
+        reader = wing("checkpoints.load", "--checkpoint")
+        settings = engine_settings(options, EngineSettings(budget_tokens=64))
+        quantization = STORED if options.quantization == STORED else _quantization(options, None)
+        backend = _backend(options, "auto")
+        with console.working(f"loading {options.checkpoint}") as progress:
+            loaded = reader.load_checkpoint_model(options.checkpoint, backend, quantization, progress)
+        if options.backend is None:
+            Console(sys.stderr, options.quiet or options.json).line(_why(backend.name))
     engine = InferenceEngine(loaded, settings, _clock(options))
-    with _recorded(engine, options), engine:
-        sampling = SamplingParams(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
-                                  n=options.n, stop=options.stop)
-        texts: dict[str, str] = {}
+    with _recorded(engine, options, console), engine:
+        samples: dict[str, _Shown] = {}
         for i, prompt in enumerate(options.chat or options.prompt or [""], start=1):
-            tokens, ends = (chat.chat_prompt(engine.tokenizer, prompt) if options.chat
-                            else (engine.tokenizer.encode(prompt, bos=True), ()))
-            request_id = engine.submit(tokens, options.max_tokens, request_id=f"prompt-{i}", sampling=sampling,
+            tokens, ends = _prompt_tokens(engine, prompt, bool(options.chat))
+            room = max(engine.model.config.max_context - len(tokens), 1)
+            max_tokens = min(64, room) if options.max_tokens is None else options.max_tokens
+            request_id = engine.submit(tokens, max_tokens, request_id=f"prompt-{i}", sampling=sampling,
                                        stop_tokens=ends)
-            texts |= dict.fromkeys((sample_id(request_id, number) for number in range(options.n)),
-                                   f"> {prompt}\n" if options.chat else prompt)
-        failures = _stream(engine, texts, console)
+            heading = f"> {prompt}\n" if options.chat else prompt
+            samples |= {sample_id(request_id, number): _Shown(prompt, number, heading) for number in range(sampling.n)}
+        _stream(engine, samples, console)
         metrics = engine.metrics()
     if options.json:
-        print_json({"texts": texts, "failures": failures, "metrics": metrics.to_dict()})
+        print_json({"samples": [shown.to_dict() for shown in samples.values()], "metrics": metrics.to_dict()})
     else:
         print_metrics(metrics, options.clock, console)
-    for name, failure in failures.items():
-        complain(f"error: {name} did not finish: {failure}")
-    return EXIT_DIFFERS if failures else EXIT_OK
+    failed = {name: shown.error for name, shown in samples.items() if shown.error is not None}
+    for name, error in failed.items():
+        complain(f"error: {name} did not finish: {error}")
+    return EXIT_DIFFERS if failed else EXIT_OK
 
 
-def _stream(engine: InferenceEngine, texts: dict[str, str], console: Console) -> dict[str, str]:
+def _why(backend: str) -> str:
+    """Which backend "auto" chose, and what would be faster."""
+    if backend == "numpy":
+        return "backend numpy: the fastest that is installed (--backend chooses another)"
+    return f"backend {backend}: NumPy is not installed, which is some ten times faster: pip install numpy"
+
+
+def _prompt_tokens(engine: InferenceEngine, prompt: str, chat: bool) -> tuple[Sequence[int], Sequence[int]]:
+    """The tokens of a prompt or message, and those that end an answer."""
+    if chat:
+        tokens, ends = wing("checkpoints.chat", "--chat").chat_prompt(engine.tokenizer, prompt)
+        return tokens, ends
+    return engine.tokenizer.encode(prompt, bos=True), ()
+
+
+@dataclass
+class _Shown:
+    """A sample as it grows."""
+
+    prompt: str
+    sample: int
+    heading: str
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+
+    def add(self, event: TokenEvent) -> None:
+        self.text += event.text
+        if event.token is not None and event.logprob is not None:
+            self.tokens.append(event.token)
+            self.logprobs.append(event.logprob)
+        self.finish_reason, self.error = event.finish_reason, event.error
+
+    def to_dict(self) -> dict[str, object]:
+        """For ``--json``."""
+        return {"prompt": self.prompt, "sample": self.sample, "text": self.text, "tokens": self.tokens,
+                "logprobs": self.logprobs, "finish_reason": self.finish_reason, "error": self.error}
+
+
+def _stream(engine: InferenceEngine, samples: dict[str, _Shown], console: Console) -> None:
     """Generate all texts at once, but print them one after another: the first as it comes, then the second, starting
-    with what it has produced by then, and so on. ``texts`` holds the prompts and grows; returns failures by name."""
-    failures, ended = {}, set()
-    for shown in texts:
-        if len(texts) > 1:
-            console.line(f"--- {shown}")
+    with what it has produced by then, and so on."""
+    for name, shown in samples.items():
+        if len(samples) > 1:
+            console.line(f"--- {name}")
+        console.write(shown.heading)
         length = 0
-        while shown not in ended and (live := engine.active):
-            console.write(texts[shown][length:])
-            length = len(texts[shown])
+        while shown.finish_reason is None:
+            console.write(shown.text[length:])
+            length = len(shown.text)
+            live = engine.active
             engine.step()
             for event in [event for request_id in live for event in engine.poll(request_id)]:
-                name = event.sequence_id
-                texts[name] += event.text
-                if event.finish_reason:
-                    ended.add(name)
-                if event.error:
-                    failures[name] = event.error
-        console.line(texts[shown][length:])
-    return failures
+                samples[event.sequence_id].add(event)
+        console.write(shown.text[length:] + "\n")

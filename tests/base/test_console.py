@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from starter.base.console import Console, Table, guarded
+from starter.base.console import Console, Table, cells, cut, fold, guarded
 from starter.errors import RequestError
 from tests.paths import FIXTURE, ROOT
 
@@ -58,7 +58,49 @@ class ConsoleTest(unittest.TestCase):
         terminal = Terminal()
         with mock.patch.dict(os.environ, {"COLUMNS": "11"}):
             Console(terminal).progress("0123456789abc")
-        self.assertEqual(terminal.getvalue(), "\r0123456789")
+        self.assertEqual(terminal.getvalue(), "\r012345678…")
+
+    def test_a_wide_character_takes_two_cells(self) -> None:
+        """Cut by characters, a progress line of Chinese would wrap, and be repeated at every change."""
+        self.assertEqual([cells(text) for text in ("春眠", "a春", "e\u0301", "\u200d", "")], [4, 3, 1, 0, 0])
+        self.assertEqual([cut("春眠不覺曉", width) for width in (10, 9, 5, 4)],
+                         ["春眠不覺曉", "春眠不覺…", "春眠…", "春…"])
+        terminal = Terminal()
+        with mock.patch.dict(os.environ, {"COLUMNS": "10"}):
+            Console(terminal).progress("春眠不覺曉")
+            Console(terminal).line("處處聞啼鳥", indent=2)
+        self.assertEqual(terminal.getvalue(), "\r春眠不覺…處處聞啼鳥\n")
+
+    def test_long_lines_are_folded_on_a_terminal_alone(self) -> None:
+        text = "          . late waits: needs 4 pages, 1 free; long frees 8 at its end"
+        self.assertEqual(fold(text, 40, 12), ["          . late waits: needs 4 pages, 1",
+                                              "            free; long frees 8 at its", "            end"])
+        self.assertEqual(fold("abc " + "x" * 30 + " yy", 20, 4),
+                         ["abc", "    " + "x" * 16, "    " + "x" * 14, "    yy"])
+        for width in range(8, 60):
+            for line in fold("春眠 不覺曉處處聞啼鳥 abc " * 5, width, 3):
+                self.assertLessEqual(cells(line), width)
+        stream = io.StringIO()
+        Console(stream).line("x" * 500, indent=2)
+        self.assertEqual(stream.getvalue(), "x" * 500 + "\n")
+
+    def test_colours_only_on_a_terminal_that_may_show_them(self) -> None:
+        for environment, stream, shown in (
+                ({}, Terminal(), os.name != "nt"), ({"NO_COLOR": "1"}, Terminal(), False),
+                ({"TERM": "dumb"}, Terminal(), False), ({}, io.StringIO(), False),
+                ({"FORCE_COLOR": "1"}, io.StringIO(), True),
+                ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, Terminal(), False)):
+            with self.subTest(environment=environment), mock.patch.dict(os.environ, environment, clear=True):
+                Console(stream).line("good", colour="green")
+                self.assertEqual(stream.getvalue(), "\x1b[32mgood\x1b[0m\n" if shown else "good\n")
+
+    def test_a_lacking_character_is_mentioned_once(self) -> None:
+        stream, errors = io.TextIOWrapper(io.BytesIO(), encoding="ascii"), io.StringIO()
+        with redirect_stderr(errors):
+            console = Console(stream)
+            for _ in range(3):
+                console.line("曉")
+        self.assertEqual(errors.getvalue().count("this output is in ascii"), 1)
 
     def test_a_progress_line_is_gone_when_its_work_is_done_and_when_it_fails(self) -> None:
         terminal = Terminal()
