@@ -52,6 +52,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from math import inf, isfinite
 from pathlib import Path
 from threading import RLock
 from typing import Any, Protocol, TextIO
@@ -263,7 +264,7 @@ class Recorder:
         self.clock = clock
         self.steps = 0
         self.now = clock()  # the time of the last event, never less than that of an earlier one
-        if isinstance(self.now, bool) or not isinstance(self.now, (int, float)):
+        if isinstance(self.now, bool) or not isinstance(self.now, (int, float)) or not isfinite(self.now):
             raise SchemaError(f"expected a function that returns seconds, not {describe(self.now)}", "/clock")
         self.timeline = Timeline(keep_events)
         self._collector = collector
@@ -281,8 +282,9 @@ class Recorder:
         return self.timeline.troubles.pop(0) if self.timeline.troubles else None
 
     def read_clock(self) -> float:
-        """The time, in seconds."""
-        return max(self.now, self.clock())
+        """The time, in seconds, never less than before. A reading that is not a finite number is passed over."""
+        time = self.clock()
+        return time if self.now < time < inf else self.now
 
     def header(self, **fields: object) -> None:
         """The first event."""

@@ -9,6 +9,7 @@ import unittest
 from collections import Counter
 from contextlib import suppress
 from itertools import count
+from math import inf, nan
 from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
@@ -16,9 +17,10 @@ from threading import Thread
 from starter.base.fault_kinds import MemoryCut
 from starter.engine import InferenceEngine
 from starter.errors import RequestError, SchemaError
+from starter.metrics import MetricsCollector
 from starter.model import Loaded
 from starter.schema import MODEL_SHAPE, REQUEST_SHAPE, Request, SamplingParams, TokenEvent, load_scenario
-from starter.timeline import Event, Timeline, VirtualClock
+from starter.timeline import Event, Recorder, Timeline, VirtualClock
 from tests.paths import FIXTURE
 from tests.support import CONFIG, HEALTHY, json_lines, make_engine, prompt_of
 from tests.timelines import as_read
@@ -86,6 +88,18 @@ class RealClockTest(unittest.TestCase):
         times = [event["time"] for event in engine.timeline]
         self.assertEqual(times, sorted(times))
         self.assertEqual(Audit.of(engine.timeline.events).violations, [])
+
+
+    def test_readings_that_are_no_time_are_passed_over(self) -> None:
+        """A timeline that holds one could not be written as JSON."""
+        readings = [3.0, nan, 2.0, inf, 5.0, -inf, 4.0, 6.0]
+        recorder = Recorder(iter(readings).__next__, MetricsCollector())
+        for number in range(len(readings) - 1):
+            recorder.event("note", number=number)
+        self.assertEqual([event["time"] for event in recorder.timeline], [3.0, 3.0, 3.0, 5.0, 5.0, 5.0, 6.0])
+        for wrong in (nan, inf):
+            with self.assertRaisesRegex(SchemaError, "expected a function that returns seconds"):
+                InferenceEngine(HEALTHY, clock=lambda wrong=wrong: wrong)
 
 
 class KeepTest(FolderTest):

@@ -53,6 +53,10 @@ class Histogram:
     counts: tuple[int, ...]
     sum: float
 
+    def __repr__(self) -> str:
+        mean = duration(self.sum / self.count if self.count else None)
+        return f"<Histogram: {self.count} samples in {len(self.bounds)} buckets, mean {mean}>"
+
     @property
     def count(self) -> int:
         """Number of samples."""

@@ -79,6 +79,11 @@ class DurationTest(unittest.TestCase):
             self.assertEqual(duration(seconds), text)
         self.assertEqual(repr(Summary.of([0.001, 0.002])), "<Summary: 2 samples, mean 1.5 ms, p50 1 ms, p90 2 ms, "
                                                            "p99 2 ms, max 2 ms>")
+        durations = Durations((0.1, 1.0))
+        self.assertEqual(repr(durations.histogram()), "<Histogram: 0 samples in 3 buckets, mean ->")
+        durations.add(0.25)
+        durations.add(0.75)
+        self.assertEqual(repr(durations.histogram()), "<Histogram: 2 samples in 3 buckets, mean 500 ms>")
 
 
 if __name__ == "__main__":
