@@ -80,7 +80,7 @@ def _of_timeline(events: Sequence[Event]) -> Figures:
         "output tokens/s": "-" if rate is None or unit == "steps" else f"{rate:.1f}",
         "positions computed": f"{metrics.computed_tokens}", "prompt tokens found": f"{metrics.found_tokens}",
         "batch utilization": _percent(metrics.batch_utilization),
-        "most requests in a step": f"{max(metrics.active_requests, default=0)}",
+        "most requests in a step": f"{metrics.active_peak}",
         "preemptions": f"{metrics.preemptions}", "KV pages, peak": f"{metrics.kv_peak_pages}",
         "KV bytes, peak": f"{metrics.kv_peak_bytes:,}", "weight bytes": f"{metrics.weight_bytes:,}",
         "empty slots, mean": "-" if metrics.fragmentation_mean is None else f"{metrics.fragmentation_mean:.1f}",

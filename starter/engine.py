@@ -52,6 +52,7 @@ from .sampling import Sampler, choose_token
 from .scheduler import Policy, ScheduleDecision
 from .schema import SEED_SHAPE, EngineSettings, Request, SamplingOptions, SamplingParams, Scenario, TokenEvent
 from .streams import Readers, RequestStatus, RequestStream, Result, TokenStream
+from .timeline import copied
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -156,7 +157,7 @@ class InferenceEngine:
                 self._core.check(request)
                 stream = self._core.make_stream(request)
             except RequestError as error:
-                self._core.recorder.event("refuse", request=str(request_id), error=str(error))
+                self._core.recorder.refused(str(request_id), str(error))
                 raise
             with _Guard(partial(self._half_submitted, stream, self.timeline.recorded)):
                 self._submitted += 1
@@ -305,7 +306,9 @@ class InferenceEngine:
 
     def remember(self, stream: RequestStream) -> None:
         """For ``TokenStream``: its last event could not be handed out, so the stream is still to be read."""
-        self._core.streams.setdefault(stream.request.request_id, stream)
+        core = self._core
+        if core.streams.setdefault(stream.request.request_id, stream) is stream and not stream.unfinished:
+            core.unread.setdefault(stream, core.recorder.now)
 
     @property
     def has_thread(self) -> bool:
@@ -346,14 +349,16 @@ class InferenceEngine:
             return replace(stream.status, state="running") if running else stream.status
 
     def metrics(self) -> Metrics:
-        """TTFT, TPOT, utilization and the rest up to now; see ``metrics.py`` for what each means."""
+        """TTFT, TPOT, utilization and the rest up to now; see ``metrics.py`` for what each means. Milliseconds however
+        long the engine has run, of which the lock is held for a fraction of one."""
         with self.lock:
-            return self._core.metrics.snapshot()
+            frozen = self._core.metrics.frozen()
+        return frozen.snapshot()
 
     def record(self, event: str, **fields: object) -> None:
         """Add an event to the timeline that the engine would not record itself (a replay repeats refusals this way)."""
         with self.lock:
-            self._core.recorder.event(event, **fields)
+            self._core.recorder.event(event, **copied(fields))
 
     def inject(self, faults: Iterable[Fault]) -> FaultHooks:
         """Let these faults happen from now on, in place of those injected before (see ``workloads/faults.py``)."""

@@ -64,6 +64,7 @@ class Metrics:
     histograms: Mapping[str, Histogram]  # "ttft", "itl", "tpot", "e2e" and "queue", in seconds
     batch_utilization: float | None
     active_requests: tuple[int, ...]  # of every step, or of the last 10,000 steps
+    active_peak: int  # of every step
     preemptions: int
     prefilled_tokens: int  # of prompts that were computed or found to their end
     queried_tokens: int
@@ -120,13 +121,16 @@ class RequestTimes:
 
 @dataclass
 class MetricsCollector:
-    """Folds events one at a time: O(1) each, O(chunks) for a step. Its memory is bounded by the live requests."""
+    """Folds events one at a time: O(1) each, O(chunks) for a step. Its memory is bounded by the live requests: nothing
+    of a finished one is kept, and of steps the last 10,000 numbers."""
 
     header: Event = field(default_factory=dict)
     requests: dict[str, RequestTimes] = field(default_factory=dict)  # the live ones
     counts: Counter[str] = field(default_factory=Counter)
     active: deque[int] = field(default_factory=partial(deque, maxlen=10_000))  # requests of each step
+    peaks: tuple[int, int] = (0, 0)  # requests of a step, and empty slots
     planned: Event | None = None  # the last step; it is already counted, but may still be abandoned
+    earlier_peaks: tuple[int, int] = (0, 0)  # before it
     durations: dict[str, Durations] = field(
         default_factory=lambda: {name: Durations(bounds) for name, bounds in BOUNDS.items()})
     started: float | None = None
@@ -145,11 +149,13 @@ class MetricsCollector:
         if self.started is None:
             self.started = event["time"]
         self.counts["submitted"] += 1
+        self.counts["waiting"] += 1
         self.counts["prompt_tokens"] += len(event["prompt_tokens"])
         self.requests[event["request"]] = RequestTimes(event["time"], len(event["prompt_tokens"]))
 
     def _on_fork(self, event: Event) -> None:
         parent = self.requests[event["parent"]]
+        self.counts["running"] += 1
         self.requests[event["request"]] = RequestTimes(parent.submitted, parent.prompt_tokens, running=True,
                                                        admitted=True, forked=True)
 
@@ -162,20 +168,31 @@ class MetricsCollector:
             if not request.admitted:
                 self.durations["queue"].add(event["time"] - request.submitted)
                 self.counts["queried"] += request.prompt_tokens
-            request.running = request.admitted = True
+            request.admitted = True
+            self._move(request, True)
         for name in event["preempted"]:
-            self.requests[name].running = False
+            self._move(self.requests[name], False)
         self.counts["preemptions"] += len(event["preempted"])
         self.counts["found"] += sum(event["found"].values())
         self.active.append(len(event["chunks"]))
-        self.planned = event
+        self.planned, self.earlier_peaks = event, self.peaks
         self._count_step(event, 1)
+        if event["chunks"]:
+            requests, slots = self.peaks
+            self.peaks = max(requests, len(event["chunks"])), max(slots, event["empty_slots"])
+
+    def _move(self, request: RequestTimes, running: bool) -> None:
+        """It runs from now on, or waits again."""
+        if request.running is not running:
+            request.running = running
+            self.counts["running"] += 1 if running else -1
+            self.counts["waiting"] -= 1 if running else -1
 
     def _on_abandon(self, event: Event) -> None:
         if self.planned:
             self.active.pop()
             self._count_step(self.planned, -1)
-            self.planned = None
+            self.planned, self.peaks = None, self.earlier_peaks
 
     def _count_step(self, step: Event, times: int) -> None:
         """Count a step (``times`` = 1), or take it back (-1)."""
@@ -187,7 +204,6 @@ class MetricsCollector:
             counts["scheduled"] += times * scheduled
             counts["offered"] += times * step["budget"]
             counts["empty_slots"] += times * step["empty_slots"]
-            counts["peak_empty"] = max(counts["peak_empty"], step["empty_slots"])
 
     def _on_pages(self, event: Event) -> None:
         self.counts["used_pages"] = event["used_pages"]
@@ -214,34 +230,41 @@ class MetricsCollector:
 
     def _on_finish(self, event: Event) -> None:
         request, tokens = self.requests.pop(event["request"]), event["tokens"]
+        self.counts["running" if request.running else "waiting"] -= 1
         if not request.forked:
             self.durations["e2e"].add(event["time"] - request.submitted)
             self.counts[event["reason"]] += 1
         if tokens >= 2 and request.first_token is not None and request.last_token is not None:
             self.durations["tpot"].add((request.last_token - request.first_token) / (tokens - 1))
 
+    def frozen(self) -> MetricsCollector:
+        """A copy whose ``snapshot`` can be taken while this one goes on, so that a lock is held for the copy alone:
+        at most some 40,000 numbers, a fraction of a millisecond, however long the engine has run."""
+        return dataclasses.replace(self, requests={}, counts=self.counts.copy(), active=self.active.copy(),
+                                   durations={name: each.copy() for name, each in self.durations.items()})
+
     def snapshot(self) -> Metrics:
-        """The metrics now. Some milliseconds at most, however long the engine has run."""
+        """The metrics now. O(K log K) for the K samples or buckets that are kept, some thousand at most, and O(steps)
+        for the last 10,000: milliseconds, however long the engine has run."""
         counts, busy, header = self.counts, self.counts["busy_steps"], self.header
         elapsed = self.now - self.started if self.started is not None else 0.0
-        running = sum(request.running for request in self.requests.values())
         page_bytes, num_pages = header.get("page_bytes", 0), header.get("num_pages", 0)
         sharing = header.get("settings", {}).get("prefix_sharing", False)
         return Metrics(
             submitted=counts["submitted"], refused=counts["refused"],
             finished={reason: counts[reason] for reason in FINISH_REASONS},
-            running=running, waiting=len(self.requests) - running, steps=counts["steps"],
+            running=counts["running"], waiting=counts["waiting"], steps=counts["steps"],
             prompt_tokens=counts["prompt_tokens"], output_tokens=counts["output_tokens"],
             computed_tokens=counts["computed"], found_tokens=counts["found"], elapsed_seconds=elapsed,
             tokens_per_second=counts["output_tokens"] / elapsed if elapsed > 0 else None,
             **{name: self.durations[name].summary() for name in ("ttft", "tpot", "e2e", "queue")},
             histograms={name: durations.histogram() for name, durations in self.durations.items()},
             batch_utilization=counts["scheduled"] / counts["offered"] if counts["offered"] else None,
-            active_requests=tuple(self.active), preemptions=counts["preemptions"],
+            active_requests=tuple(self.active), active_peak=self.peaks[0], preemptions=counts["preemptions"],
             prefilled_tokens=counts["prefilled"], queried_tokens=counts["queried"] if sharing else 0,
             kv_pages=counts["used_pages"], kv_bytes=counts["used_pages"] * page_bytes,
             kv_peak_pages=counts["peak_pages"], kv_peak_bytes=counts["peak_pages"] * page_bytes,
             kv_usage=counts["used_pages"] / num_pages if num_pages else 0.0,
-            fragmentation_mean=counts["empty_slots"] / busy if busy else None, fragmentation_peak=counts["peak_empty"],
+            fragmentation_mean=counts["empty_slots"] / busy if busy else None, fragmentation_peak=self.peaks[1],
             weight_bytes=header.get("weight_bytes", 0),
             model_name=str(header.get("scenario", header.get("checkpoint", ""))))

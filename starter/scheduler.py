@@ -53,6 +53,7 @@ steps; under "shortest", later ones with fewer remaining tokens that arrive with
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
@@ -70,6 +71,7 @@ AGING = 16  # steps
 BYPASS_LIMIT = 8
 REFUSAL_LIMIT = 8
 WAITING_LISTED = 256
+FINISHED_LISTED = 100_000
 _order = attrgetter("order")
 
 
@@ -143,7 +145,8 @@ class ScheduledChunk(NamedTuple):
 
 
 class ScheduleDecision(NamedTuple):
-    """What one step does. The tuples hold request ids; ``finished`` are those that ended since the last decision.
+    """What one step does. The tuples hold request ids; ``finished`` are those that ended since the last decision (where
+    no step ran meanwhile, the last FINISHED_LISTED of them).
 
     ``chunks`` are in the order of the batch, ``running`` in the order of admission, ``waiting`` in the order in which
     the requests began to wait (again, after a preemption). ``waiting_count`` requests wait; of more than
@@ -255,7 +258,7 @@ class ContinuousBatchScheduler:
         self._running: dict[str, SequenceState] = {}  # in order of admission
         self._running_in_order: list[SequenceState] | None = []  # in the policy's order; None: to be sorted again
         self._in_flight: list[tuple[SequenceState, int]] = []  # and tokens handed out to it
-        self._finished: list[str] = []  # since the last decision
+        self._finished: deque[str] = deque(maxlen=FINISHED_LISTED)  # since the last decision
         self._failures: dict[str, str] = {}  # not yet taken
         self._steps = self._submitted = 0
 
@@ -384,7 +387,8 @@ class ContinuousBatchScheduler:
         return self._decision(plan)
 
     def _decision(self, plan: Plan) -> ScheduleDecision:
-        finished, self._finished = tuple(self._finished), []
+        finished = tuple(self._finished)
+        self._finished.clear()
         return ScheduleDecision(plan.step, plan.budget, tuple(plan.chunks), tuple(plan.admitted), tuple(plan.preempted),
                                 finished, self._waiting.ids(WAITING_LISTED), tuple(self._running),
                                 plan.decodes | plan.reasons, plan.found, len(self._waiting))

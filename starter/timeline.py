@@ -10,7 +10,7 @@ from those:
                the whole scenario; or checkpoint, the name of its file
     > submit   request, prompt_tokens, max_tokens, and, where they are not the default, priority, sampling, stop_tokens,
                cache_salt. Its time is its arrival
-    > refuse   request, error: a submit that was refused and changed nothing
+    > refuse   request (200 characters of it at most), error (1,000): a submit that was refused and changed nothing
     > cancel   request
     > inject   faults, as in a scenario: from now on they may happen (see ``workloads/faults.py``)
     > lift     memory cuts that still last are ended early
@@ -52,6 +52,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from math import inf, isfinite
 from pathlib import Path
 from threading import RLock
 from typing import Any, Protocol, TextIO
@@ -95,7 +96,7 @@ class Timeline:
         self._events: deque[Event | TokenEvent] = deque(maxlen=keep)  # as they were made: see _event
         self.listeners: list[Callable[[Event], None]] = []
         self._lock = RLock()  # held while a new listener catches up: later events reach it afterwards
-        self._undelivered: deque[Event] = deque()  # caused by a listener: all hear earlier ones first
+        self._undelivered: deque[Event | TokenEvent] = deque()  # caused by a listener: all hear earlier ones first
         self._delivering = False
         self.troubles: list[Exception] = []  # of listeners that failed and were removed
         self.recorded = 0
@@ -115,7 +116,7 @@ class Timeline:
     @property
     def header(self) -> Event:
         """The first event, a copy; {} before there is one. It is kept when others are dropped."""
-        header: Event = _copied(self._header)
+        header: Event = copied(self._header)
         return header
 
     @property
@@ -125,7 +126,7 @@ class Timeline:
 
     def listen(self, listener: Callable[[Event], None]) -> None:
         """Call ``listener`` with every event from now on, in the middle of what happens. It may look at the engine
-        and, on a token, cancel a request, but change nothing else. All listeners share one copy of the event."""
+        and, on a token, cancel a request, but change nothing else. The event is a copy of the listener's own."""
         self.listeners.append(listener)
 
     def _remove(self, listener: Callable[[Event], None]) -> None:
@@ -141,7 +142,7 @@ class Timeline:
             self._events.append(event)
             self.recorded += 1
             if self.listeners:
-                self._deliver(_event(event))
+                self._deliver(event)
 
     def tokens(self, tokens: Collection[TokenEvent]) -> None:
         """Append tokens in the form in which their streams hold them: most events are tokens, so they become
@@ -152,10 +153,10 @@ class Timeline:
             self.recorded += len(tokens)
             if self.listeners:
                 for token in tokens:
-                    self._deliver(_event(token))
+                    self._deliver(token)
 
-    def _deliver(self, event: Event) -> None:
-        self._undelivered.append(event)
+    def _deliver(self, entry: Event | TokenEvent) -> None:
+        self._undelivered.append(entry)
         self._deliver_all()
 
     def _deliver_all(self) -> None:
@@ -164,10 +165,10 @@ class Timeline:
         self._delivering = True
         try:
             while self._undelivered:
-                event = self._undelivered.popleft()
+                entry = self._undelivered.popleft()
                 for listener in tuple(self.listeners):
                     try:
-                        listener(event)
+                        listener(_event(entry))
                     except Exception as error:  # a full disk, for example; raised when the step is complete
                         self._remove(listener)
                         self.troubles.append(error)
@@ -198,7 +199,6 @@ class Timeline:
             finally:
                 self._remove(write)
 
-
     def _beginning(self) -> list[Event]:
         """What stands for the events that are no longer in memory."""
         missing = self.recorded - len(self._events) - 1  # without the header
@@ -216,17 +216,21 @@ def _event(entry: Event | TokenEvent) -> Event:
         return {"event": "token", "step": entry.step + 1, "time": entry.time, "request": entry.sequence_id,
                 "index": entry.index, "token": entry.token, "text": entry.text}
     if entry["event"] != "step":
-        return {key: _copied(value) for key, value in entry.items()}
+        return {key: copied(value) for key, value in entry.items()}
     names = {key: list(entry[key]) for key in ("admitted", "preempted", "waiting", "running")}
     maps = {key: dict(entry[key]) for key in ("reasons", "found")}
     return {**entry, "chunks": list(map(list, entry["chunks"])), **names, **maps}
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """A copy of what JSON can write, down to the last list."""
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return list(map(_copied, value)) if isinstance(value, (list, tuple)) else value
+        return {key: copied(item) for key, item in value.items()}
+    return list(map(copied, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[:length - 1] + "…"
 
 
 def _open_to_write(path: str | Path) -> TextIO:
@@ -260,7 +264,7 @@ class Recorder:
         self.clock = clock
         self.steps = 0
         self.now = clock()  # the time of the last event, never less than that of an earlier one
-        if isinstance(self.now, bool) or not isinstance(self.now, (int, float)):
+        if isinstance(self.now, bool) or not isinstance(self.now, (int, float)) or not isfinite(self.now):
             raise SchemaError(f"expected a function that returns seconds, not {describe(self.now)}", "/clock")
         self.timeline = Timeline(keep_events)
         self._collector = collector
@@ -278,13 +282,14 @@ class Recorder:
         return self.timeline.troubles.pop(0) if self.timeline.troubles else None
 
     def read_clock(self) -> float:
-        """The time, in seconds."""
-        return max(self.now, self.clock())
+        """The time, in seconds, never less than before. A reading that is not a finite number is passed over."""
+        time = self.clock()
+        return time if self.now < time < inf else self.now
 
     def header(self, **fields: object) -> None:
         """The first event."""
         step_seconds = self.clock.step_seconds if isinstance(self.clock, VirtualClock) else None
-        self._append("header", {"version": TIMELINE_VERSION, "step_seconds": step_seconds, **fields})
+        self._append("header", copied({"version": TIMELINE_VERSION, "step_seconds": step_seconds, **fields}))
 
     def event(self, event: str, **fields: object) -> None:
         """Any event."""
@@ -299,6 +304,10 @@ class Recorder:
         assert isinstance(fields, dict)
         self.event("submit", request=fields.pop("request_id"),
                    **{key: value for key, value in fields.items() if key != "arrival"})  # that is the event's time
+
+    def refused(self, request_id: str, error: str) -> None:
+        """A submit was refused. Both texts may be as long as what the caller gave, so they are cut here."""
+        self.event("refuse", request=_cut(request_id, 200), error=_cut(error, 1_000))
 
     @contextmanager
     def holding_back(self) -> Iterator[None]:

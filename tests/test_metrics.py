@@ -219,7 +219,29 @@ class CountsTest(unittest.TestCase):
         self.assertEqual((metrics.submitted, metrics.ttft.count, metrics.steps), (20_000, 20_000, 20_000))
         self.assertAlmostEqual(metrics.ttft.p99 or 0.0, 0.5, delta=0.005)
         self.assertEqual((metrics.ttft.mean, metrics.e2e.max, len(metrics.active_requests)), (0.5, 1.0, 10_000))
+        self.assertEqual((metrics.running, metrics.waiting), (0, 0))
         self.assertEqual((len(collector.requests), len(collector.durations["ttft"]._percentiles._samples)), (0, 0))
+
+    def test_the_peak_is_that_of_all_steps(self) -> None:
+        """Also of those whose numbers are no longer kept."""
+        collector = MetricsCollector()
+        for happening in (submit(0.0, "a"), submit(0.0, "b"), step(0.0, {"a": 3, "b": 3}, admitted="ab"),
+                          *(step(float(time), {"a": 1}) for time in range(1, 12_000))):
+            collector.observe(happening)
+        metrics = collector.snapshot()
+        self.assertEqual((metrics.active_peak, max(metrics.active_requests), metrics.steps), (2, 1, 12_000))
+
+    def test_a_frozen_collector_stays_as_it_is(self) -> None:
+        """A lock is held only while it is made."""
+        collector = MetricsCollector()
+        for happening in (HEADER, submit(0.0, "a"), submit(0.0, "b"), step(1.0, {"a": 3}, admitted="a", empty_slots=3)):
+            collector.observe(happening)
+        frozen, then = collector.frozen(), collector.snapshot()
+        for happening in (*tokens("a", 2.0, 3.0), step(3.0, {"b": 3}, admitted="b", empty_slots=9), pages(3.0, 7),
+                          finish(4.0, "a", "stop", 2), event("refuse", 5.0, "c")):
+            collector.observe(happening)
+        self.assertEqual(frozen.snapshot(), then)
+        self.assertNotEqual(collector.snapshot(), then)
 
     def test_utilization_and_active_requests(self) -> None:
         """Of the budget of steps that scheduled something: (8 + 2 + 3) / (8 + 8 + 4)."""
@@ -227,7 +249,7 @@ class CountsTest(unittest.TestCase):
                               step(1.0, {}), step(2.0, {"a": 1, "b": 1}), step(3.0, {}, budget=0),
                               step(4.0, {"b": 3}, budget=4)])
         self.assertEqual(metrics.batch_utilization, 13 / 20)
-        self.assertEqual(metrics.active_requests, (2, 0, 2, 0, 1))
+        self.assertEqual((metrics.active_requests, metrics.active_peak), ((2, 0, 2, 0, 1), 2))
         self.assertEqual((metrics.steps, metrics.computed_tokens), (5, 13))
         self.assertIsNone(Metrics.of([HEADER, submit(0.0), step(0.0, {})]).batch_utilization)
 
@@ -240,6 +262,7 @@ class CountsTest(unittest.TestCase):
         self.assertEqual((metrics.steps, metrics.computed_tokens, metrics.active_requests), (1, 2, (1,)))
         self.assertEqual((metrics.batch_utilization, metrics.fragmentation_mean), (2 / 8, 2.0))
         self.assertEqual((metrics.running, metrics.found_tokens, metrics.queue.count), (2, 1, 2))
+        self.assertEqual((metrics.active_peak, metrics.fragmentation_peak), (1, 2))
         again = Metrics.of([*events, first, abandon, step(3.0, {"a": 3, "b": 1}, empty_slots=4)])
         self.assertEqual((again.steps, again.computed_tokens, again.active_requests), (2, 6, (1, 2)))
         self.assertEqual((again.batch_utilization, again.fragmentation_mean, again.found_tokens), (6 / 16, 3.0, 1))

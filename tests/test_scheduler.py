@@ -533,6 +533,15 @@ class Told(unittest.TestCase):
         self.assertEqual(decision.waiting, tuple(f"p{priority}" for priority in range(BYPASS_LIMIT + 4)))
         self.assertEqual(set(decision.reasons), {"p50", *(f"p{4 + i}" for i in range(BYPASS_LIMIT))})
 
+    def test_a_decision_lists_the_last_that_ended(self) -> None:
+        """However many ended since the last step."""
+        with mock.patch("starter.scheduler.FINISHED_LISTED", 3):
+            scheduler = ContinuousBatchScheduler(2)
+        for number in range(5):
+            scheduler.submit(request(f"r{number}", 3, 2))
+            scheduler.cancel(f"r{number}")
+        self.assertEqual([scheduler.step(8).finished, scheduler.step(8).finished], [("r2", "r3", "r4"), ()])
+
 
 class Swapping(unittest.TestCase):
     def run_two(self, host_pages: int) -> tuple[list[str], KVCacheManager]:

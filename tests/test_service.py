@@ -348,6 +348,19 @@ class Kept(unittest.TestCase):
         self.assertRaises(UnknownRequestError, engine.poll, old)
         self.assertEqual(len(engine.poll(young)), 9)
 
+    def test_a_stream_whose_last_event_came_back_to_it_counts_like_any_other(self) -> None:
+        engine = make_engine(max_unread=1)
+        request_id = engine.submit([0], 1)
+        engine.run()
+        stream = engine._core.streams[request_id]
+        engine.forget(stream)  # an interrupt takes the reader between this and the event's return
+        engine.remember(stream)
+        self.assertEqual([event.token for event in engine.stream(request_id)], oracle((0,), 1))
+        engine.remember(stream)
+        engine.submit([1], 1)
+        engine.run()
+        self.assertRaises(UnknownRequestError, engine.stream, request_id)
+
     def test_live_requests_and_half_read_ones_are_kept(self) -> None:
         engine = make_engine(max_unread=0)
         request_id = engine.submit(PROMPT, 6)

@@ -9,6 +9,7 @@ import unittest
 from collections import Counter
 from contextlib import suppress
 from itertools import count
+from math import inf, nan
 from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
@@ -16,8 +17,10 @@ from threading import Thread
 from starter.base.fault_kinds import MemoryCut
 from starter.engine import InferenceEngine
 from starter.errors import RequestError, SchemaError
+from starter.metrics import MetricsCollector
+from starter.model import Loaded
 from starter.schema import MODEL_SHAPE, REQUEST_SHAPE, Request, SamplingParams, TokenEvent, load_scenario
-from starter.timeline import Event, Timeline, VirtualClock
+from starter.timeline import Event, Recorder, Timeline, VirtualClock
 from tests.paths import FIXTURE
 from tests.support import CONFIG, HEALTHY, json_lines, make_engine, prompt_of
 from tests.timelines import as_read
@@ -85,6 +88,18 @@ class RealClockTest(unittest.TestCase):
         times = [event["time"] for event in engine.timeline]
         self.assertEqual(times, sorted(times))
         self.assertEqual(Audit.of(engine.timeline.events).violations, [])
+
+
+    def test_readings_that_are_no_time_are_passed_over(self) -> None:
+        """A timeline that holds one could not be written as JSON."""
+        readings = [3.0, nan, 2.0, inf, 5.0, -inf, 4.0, 6.0]
+        recorder = Recorder(iter(readings).__next__, MetricsCollector())
+        for number in range(len(readings) - 1):
+            recorder.event("note", number=number)
+        self.assertEqual([event["time"] for event in recorder.timeline], [3.0, 3.0, 3.0, 5.0, 5.0, 5.0, 6.0])
+        for wrong in (nan, inf):
+            with self.assertRaisesRegex(SchemaError, "expected a function that returns seconds"):
+                InferenceEngine(HEALTHY, clock=lambda wrong=wrong: wrong)
 
 
 class KeepTest(FolderTest):
@@ -180,6 +195,39 @@ class KeepTest(FolderTest):
         self.assertEqual(json.dumps([engine.timeline.header, *engine.timeline.events]), before)
         self.assertLessEqual({"submit", "step", "pages", "token", "finish"}, {*heard})
         self.assertEqual(engine.metrics().finished["length"], 1)
+
+    def test_a_listener_cannot_change_what_the_others_hear(self) -> None:
+        """Nor, above all, what is written to a file."""
+        engine, heard = make_engine(), []
+        engine.timeline.listen(lambda event: event.pop("time"))
+        with engine.timeline.written_to(self.path):
+            engine.timeline.listen(lambda event: event.clear())
+            engine.timeline.listen(heard.append)
+            engine.generate([[1, 2]], 3)
+        self.assertEqual(heard, list(engine.timeline)[1:])
+        self.assertEqual(json_lines(self.path), as_read(engine.timeline))
+
+    def test_what_was_given_is_copied(self) -> None:
+        """What the header says of a model, and what a caller records."""
+        about: Event = {"weights": {"source": "seeded", "seed": 7}}
+        engine = InferenceEngine(Loaded(HEALTHY.model, HEALTHY.tokenizer, about))
+        given: list[int] = [1, 2]
+        engine.record("note", numbers=given)
+        about["weights"].clear()
+        given.clear()
+        self.assertEqual(engine.timeline.header["weights"], {"source": "seeded", "seed": 7})
+        self.assertEqual(engine.timeline.events[-1]["numbers"], [1, 2])
+
+    def test_a_refusal_is_recorded_in_few_characters(self) -> None:
+        engine = make_engine()
+        for wrong in ({"prompt_tokens": ["a" * 100_000]}, {"prompt_tokens": [1], "request_id": ["a"] * 100_000},
+                      {"prompt_tokens": [-1], "request_id": "b" * 100_000}):
+            self.assertRaises(RequestError, engine.submit, max_tokens=1, **wrong)
+            refuse = engine.timeline.events[-1]
+            self.assertEqual((refuse["event"], len(refuse["request"]) <= 200, len(refuse["error"]) <= 1_000),
+                             ("refuse", True, True))
+        self.assertEqual((refuse["request"], refuse["error"]),
+                         ("b" * 199 + "…", "a prompt token must be an integer from 0, not -1"))
 
     def test_keep_events_bounds_memory_and_0_keeps_none(self) -> None:
         for keep in (0, 1, 5):

@@ -11,12 +11,13 @@ from math import ceil, log
 
 
 def duration(seconds: float | None) -> str:
-    """Three digits and a unit: "12.3 ms"; "-" for None."""
-    if seconds is None:
-        return "-"
-    unit, scale = next(((unit, scale) for unit, scale in (("s", 1.0), ("ms", 1e3)) if abs(seconds) * scale >= 1.0),
+    """Three digits and a unit: "12.3 ms", "1,230 s"; "-" for None."""
+    if not seconds:
+        return "-" if seconds is None else "0 s"
+    digits = float(f"{seconds:.3g}")  # before the unit is chosen: 0.9996 s are 1 s, not 1e+03 ms
+    unit, scale = next(((unit, scale) for unit, scale in (("s", 1.0), ("ms", 1e3)) if abs(digits) * scale >= 1.0),
                        ("µs", 1e6))
-    return f"{seconds * scale:.3g} {unit}" if seconds else "0 s"
+    return f"{digits:,.0f} s" if abs(digits) >= 1000.0 else f"{digits * scale:.3g} {unit}"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class Histogram:
     bounds: tuple[float | None, ...]
     counts: tuple[int, ...]
     sum: float
+
+    def __repr__(self) -> str:
+        mean = duration(self.sum / self.count if self.count else None)
+        return f"<Histogram: {self.count} samples in {len(self.bounds)} buckets, mean {mean}>"
 
     @property
     def count(self) -> int:
@@ -88,6 +93,13 @@ class Percentiles:
             self._buckets.update(map(self._bucket, self._samples))
             self._samples.clear()
 
+    def copy(self) -> Percentiles:
+        """One that goes its own way. O(samples or buckets that are kept)."""
+        copy = Percentiles()
+        copy._samples, copy._buckets = self._samples.copy(), self._buckets.copy()
+        copy._count, copy._sum, copy._max = self._count, self._sum, self._max
+        return copy
+
     def _bucket(self, sample: float) -> int:
         """Bucket i holds the samples from GROWTH ** (i - 1) to GROWTH ** i."""
         return ceil(log(min(max(sample, self._SMALLEST), self._LARGEST)) / log(self.GROWTH))
@@ -120,6 +132,12 @@ class Durations:
         """Take a sample into both. O(log buckets)."""
         self._percentiles.add(seconds)
         self.count(seconds)
+
+    def copy(self) -> Durations:
+        """One that goes its own way. O(samples or buckets that are kept)."""
+        copy = Durations(self._bounds)
+        copy._percentiles, copy._buckets, copy._sum = self._percentiles.copy(), self._buckets.copy(), self._sum
+        return copy
 
     def summary(self) -> Summary:
         """Of the samples that were added."""

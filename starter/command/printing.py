@@ -176,7 +176,7 @@ def print_metrics(metrics: Metrics, clock: str, console: Console) -> None:
     unit, scale = ("steps", 1.0) if clock == "virtual" else ("ms", 1000.0)
     rate = f", {metrics.tokens_per_second:.1f} tokens/s" if metrics.tokens_per_second and clock == "real" else ""
     used = "-" if metrics.batch_utilization is None else f"{metrics.batch_utilization:.0%}"
-    most = counted(max(metrics.active_requests, default=0), "request")
+    most = counted(metrics.active_peak, "request")
     empty = "-" if metrics.fragmentation_mean is None else (
         f"{metrics.fragmentation_mean:.1f} a step, at most {metrics.fragmentation_peak}")
     ended = ", ".join(f"{number} {reason}" for reason, number in metrics.finished.items())

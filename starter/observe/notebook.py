@@ -117,6 +117,8 @@ def schedule(decision: ScheduleDecision) -> str:
     rows = [(_swatch(hues.get(request, "none")), request, doing.get(request, "runs"),
              reasons.get(request, "")) for request in known]
     line = f"{decision.scheduled_tokens} of {counted(decision.budget_tokens, 'token')}"
+    if decision.waiting_count > len(decision.waiting):
+        line += f"; {decision.waiting_count} wait, of which {len(decision.waiting)} are listed"
     return _line(f"Step {decision.step}", line) + _svg(642, 24, "".join(bars)) + _table(
         ("", "request", "this step", "why"), rows)
 

@@ -90,6 +90,7 @@ class _Builder:
         self.ops: list[list[Any]] = []  # changes of the frame in the making, or of the next one
         self.planning = False  # whether events still belong to the last step's plan
         self.waiting: list[int] = []
+        self.unlisted = False  # a step has named only the first of its queue: some requests that wait are in no list
         self.end: tuple[int, float] = 0, 0.0
 
     def observe(self, event: Event) -> None:
@@ -110,6 +111,9 @@ class _Builder:
         if not self.run:
             raise SchemaError("a report needs a timeline's header")
         self._end_plan()
+        for request in self.requests:
+            if "finished" not in request and "outside" not in request:
+                self._fill(request, len(self.frames))
         step, time = self.end
         last = {"step": step, "time": time, "end": True, "ops": self.ops}
         return {"run": self.run, "phases": PHASES, "requests": self.requests, "sentences": list(self.sentences),
@@ -162,6 +166,8 @@ class _Builder:
             "ops": self.ops, "out": []}
         if waiting != self.waiting:
             self.waiting = frame["waiting"] = waiting
+        if "waiting_count" in event:
+            self.unlisted, frame["waiting_count"] = True, event["waiting_count"]
         for name in ("admitted", "preempted"):
             if event[name]:
                 frame[name] = [*map(find, event[name])]
@@ -174,7 +180,8 @@ class _Builder:
         phases = {**dict.fromkeys(running, "idle"), **dict.fromkeys(waiting, "waiting"),
                   **{request: PHASES[phase] for request, _, _, phase in chunks}}
         for request, phase in phases.items():
-            self._extend(self.requests[request], phase, number)
+            self._fill(self.requests[request], number)
+            self._extend(self.requests[request], phase, number, number)
 
     def _on_abandon(self, event: Event) -> None:
         if self.frames:
@@ -205,6 +212,7 @@ class _Builder:
         number = self._find(event["request"])
         request = self.requests[number]
         request["reason"], request["finished"] = str(event["reason"]), len(self.frames)
+        self._fill(request, len(self.frames))
         if event.get("error"):
             request["error"] = str(event["error"])
         if request["tokens"] >= 2:
@@ -249,12 +257,18 @@ class _Builder:
         pattern = _NUMBER.sub(GAP, sentence) if numbers else sentence
         return [self.sentences.setdefault(pattern, len(self.sentences)), *numbers]
 
-    def _extend(self, request: dict[str, Any], phase: str, frame: int) -> None:
-        """One more frame in a phase: the Gantt chart's bars are [first frame, last frame, phase]."""
+    def _fill(self, request: dict[str, Any], end: int) -> None:
+        """In frames before ``end`` in which it lives and has no phase, the request waits, too far back to be listed."""
+        first = request["spans"][-1][1] + 1 if request["spans"] else request["submitted"]
+        if self.unlisted and first < end:
+            self._extend(request, "waiting", first, end - 1)
+
+    def _extend(self, request: dict[str, Any], phase: str, first: int, last: int) -> None:
+        """More frames in a phase: the Gantt chart's bars are [first frame, last frame, phase]."""
         if phase == "waiting" and request.get("preempted"):
             phase = "preempted"
         number, spans = PHASES.index(phase), request["spans"]
-        if spans and spans[-1][1:] == [frame - 1, number]:
-            spans[-1][1] = frame
+        if spans and spans[-1][1:] == [first - 1, number]:
+            spans[-1][1] = last
         else:
-            spans.append([frame, frame, number])
+            spans.append([first, last, number])

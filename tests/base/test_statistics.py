@@ -51,6 +51,18 @@ class PercentilesTest(unittest.TestCase):
         self.assertEqual(len(sketch._samples), 0)
         self.assertLess(len(sketch._buckets), 2_100)
 
+    def test_a_copy_goes_its_own_way(self) -> None:
+        for kept in (3, Percentiles.EXACT + 3):  # samples, and buckets
+            durations = Durations((0.5,))
+            for _ in range(kept):
+                durations.add(0.25)
+            copy, before = durations.copy(), (durations.summary(), durations.histogram())
+            for _ in range(kept):
+                durations.add(8.0)
+            self.assertEqual((copy.summary(), copy.histogram()), before)
+            copy.add(1.0)
+            self.assertEqual((copy.summary().count, durations.summary().count), (kept + 1, 2 * kept))
+
     def test_durations_bring_both(self) -> None:
         durations = Durations((0.1, 1.0))
         for seconds in (0.05, 0.1, 0.5, 3.0):
@@ -62,10 +74,16 @@ class PercentilesTest(unittest.TestCase):
 class DurationTest(unittest.TestCase):
     def test_three_digits_and_a_unit(self) -> None:
         for seconds, text in ((None, "-"), (0.0, "0 s"), (12.3456, "12.3 s"), (1.0, "1 s"), (0.0123456, "12.3 ms"),
-                              (0.000_104_9, "105 µs"), (1234.5, "1.23e+03 s"), (5e-7, "0.5 µs")):
+                              (0.000_104_9, "105 µs"), (5e-7, "0.5 µs"), (1234.5, "1,230 s"), (999.6, "1,000 s"),
+                              (86_400.0, "86,400 s"), (0.9996, "1 s"), (0.000_999_6, "1 ms"), (0.9994, "999 ms")):
             self.assertEqual(duration(seconds), text)
         self.assertEqual(repr(Summary.of([0.001, 0.002])), "<Summary: 2 samples, mean 1.5 ms, p50 1 ms, p90 2 ms, "
                                                            "p99 2 ms, max 2 ms>")
+        durations = Durations((0.1, 1.0))
+        self.assertEqual(repr(durations.histogram()), "<Histogram: 0 samples in 3 buckets, mean ->")
+        durations.add(0.25)
+        durations.add(0.75)
+        self.assertEqual(repr(durations.histogram()), "<Histogram: 2 samples in 3 buckets, mean 500 ms>")
 
 
 if __name__ == "__main__":

@@ -97,6 +97,14 @@ class ScheduleTest(unittest.TestCase):
             self.assertEqual(rows, {request: decision.reasons.get(request, "") for request in rows})
             self.assertEqual(set(rows), {*decision.running, *decision.waiting, *decision.preempted})
 
+    def test_a_long_queue_is_counted(self) -> None:
+        engine = make_engine(max_running=1)
+        for _ in range(300):
+            engine.submit([1], 2)
+        picture = engine.step()._repr_html_()
+        self.assertIn("1 of 32 tokens; 299 wait, of which 256 are listed", picture)
+        self.assertNotIn("are listed", make_engine().step()._repr_html_())
+
     def test_what_each_does(self) -> None:
         engine = make_engine(**TIGHT)
         engine.submit([1] * 9, 2, request_id=NASTY)

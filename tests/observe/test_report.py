@@ -9,6 +9,7 @@ import unittest
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from starter.__main__ import main
 from starter.base.fault_kinds import MemoryCut
@@ -140,6 +141,34 @@ class FixtureReportTest(unittest.TestCase):
                 waits = "preempted" if name in preempted else "waiting"
                 wanted = waits if name in event["waiting"] else phases.get(name)
                 self.assertEqual(spans, [wanted] if wanted else [], (name, number))
+
+    def test_spans_are_the_same_where_a_step_lists_only_the_first_of_its_queue(self) -> None:
+        """Requests that are preempted, cancelled or still waiting when the timeline ends, listed or not."""
+        def run(listed: int) -> dict[str, Any]:
+            with patch("starter.scheduler.WAITING_LISTED", listed):
+                engine = make_engine(page_size=2, num_pages=16, budget_tokens=6, max_running=4)
+                for number in range(30):
+                    engine.submit([number % 20, 1, 2], 7, request_id=f"r{number}", priority=number % 3,
+                                  sampling=SamplingParams(n=1 + (number % 5 == 0)))
+                    if number % 4 == 0:
+                        engine.step()
+                for number in (4, 17, 29):
+                    engine.cancel(f"r{number}")
+                for _ in range(20):
+                    engine.step()
+                return build_model(engine.timeline.events)
+
+        short, full = run(3), run(1_000)
+        self.assertEqual([life["spans"] for life in short["requests"]], [life["spans"] for life in full["requests"]])
+        phases = {full["phases"][phase] for life in full["requests"] for _, _, phase in life["spans"]}
+        self.assertGreaterEqual(phases, {"waiting", "preempted", "prefill", "decode"})
+        queues, queue = [], []
+        for frame in full["frames"][:-1]:
+            queue = frame.get("waiting", queue)
+            queues.append(len(queue))
+        self.assertEqual([max(frame.get("waiting_count", 0), min(length, 3)) for frame, length in
+                          zip(short["frames"], queues)], queues)
+        self.assertGreater(max(queues), 20)
 
     def test_tokens_belong_to_the_step_that_computed_them(self) -> None:
         for frame, event in zip(self.model["frames"], self.steps()):

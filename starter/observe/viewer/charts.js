@@ -121,7 +121,10 @@ function makeCharts(app) {
   series("chartEmpty", 1, [{values: empty, colour: "ink", area: true}], () => percent(empty[app.frame]),
     () => (metrics.fragmentation_mean === null ? "–" : say("meanSlots", {value: metrics.fragmentation_mean.toFixed(1)})));
   let queue = [];
-  const waiting = frames.map((frame) => (queue = frame.end ? [] : frame.waiting || queue).length);
+  const waiting = frames.map((frame) => {
+    queue = frame.end ? [] : frame.waiting || queue;
+    return frame.waiting_count || queue.length; // a long queue lists its first alone
+  });
   const running = steps((frame) => frame.running.length), most = Math.max(1, largest(waiting), largest(running));
   series("chartActive", most, [{values: waiting, colour: "warn", area: true}, {values: running, colour: "ink"}],
     () => `${running[app.frame]}, ${waiting[app.frame]}`, () => say("peak", {value: most}));
