@@ -227,7 +227,7 @@ class Reading(unittest.TestCase):
     def test_a_timeout_must_be_a_number(self) -> None:
         engine = make_engine()
         request_id = engine.submit(PROMPT, 6)
-        for wrong in (-1, True, "1"):
+        for wrong in (-1, True, "1", float("nan")):
             with self.assertRaisesRegex(RequestError, "timeout must be a number of seconds"):
                 engine.stream(request_id, timeout=wrong)  # type: ignore[arg-type]
 

@@ -141,8 +141,10 @@ class CharacterTokenizer(Tokenizer):
         tokens = [self.bos_token] if self.bos_token is not None and (bos or start) else []
         for position, character in enumerate(text[start:], start):
             if character not in self._tokens:
+                known = "".join(self._tokens)
+                more = f" and {len(known) - 60} more characters" if len(known) > 60 else ""
                 raise RequestError(f"the character {character!r} at position {position} is not in the vocabulary; "
-                                   f"allowed: {''.join(self._tokens)!r}")
+                                   f"allowed: {known[:60]!r}{more}")
             tokens.append(self._tokens[character])
         return tokens
 

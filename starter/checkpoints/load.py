@@ -11,7 +11,7 @@ from starter.checkpoints.gguf_model import read_gguf_checkpoint
 from starter.checkpoints.hf_model import read_hf_checkpoint
 from starter.checkpoints.llama2c import find_llama2c, read_llama2c
 from starter.checkpoints.llama2c_tokenizer import read_llama2c_tokenizer
-from starter.errors import RequestError
+from starter.errors import RequestError, SchemaError
 from starter.model import Loaded, Model, about_weights, quantization_config
 
 STORED = "stored"  # quantization that keeps the codes of a GGUF file
@@ -47,6 +47,9 @@ def read_checkpoint(path: Path, progress: Progress, codes: bool = False) -> Chec
                            "int8 and int4 quantize any weights")
     if folder:
         return read_hf_checkpoint(path, progress)
+    if path.suffix == ".safetensors":
+        raise SchemaError(f"{path} holds weights alone; give the folder in which it lies with its config.json, or the "
+                          f"--fixture that names it")
     model_file, tokenizer_file = find_llama2c(path)
     config, weights = read_llama2c(model_file)
     return Checkpoint(model_file.name, config, weights, read_llama2c_tokenizer(tokenizer_file, config.vocab_size))

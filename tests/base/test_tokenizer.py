@@ -109,6 +109,12 @@ class CharacterTokenizerTest(unittest.TestCase):
             with self.subTest(text), self.assertRaisesRegex(RequestError, words):
                 self.tokenizer.encode(text)
 
+    def test_a_large_vocabulary_is_not_listed_whole(self) -> None:
+        characters = "".join(map(chr, range(0x4E00, 0x4E00 + 1_000)))
+        with self.assertRaisesRegex(RequestError, "and 940 more characters") as caught:
+            CharacterTokenizer(CharacterVocabulary(characters)).encode("x")
+        self.assertLess(len(str(caught.exception)), 250)
+
     def test_what_is_no_text_is_refused(self) -> None:  # K049: an empty prompt is "", and nothing else passes for one
         for prompt in ([], [""], None, b"ab", 3):
             with self.subTest(prompt=prompt), self.assertRaisesRegex(RequestError, "expected a text"):

@@ -123,6 +123,10 @@ class Checkpoints(unittest.TestCase):
                 with self.subTest(path=path), self.assertRaises(EngineError) as caught:
                     load_checkpoint_model(path, "cpu")
                 self.assertNotIn("\n", str(caught.exception))
+            weights = Path(folder) / "model.safetensors"
+            weights.write_bytes(b"x" * 10)
+            with self.assertRaisesRegex(EngineError, "holds weights alone; give the folder in which it lies"):
+                load_checkpoint_model(weights, "cpu")
 
 
 if __name__ == "__main__":
