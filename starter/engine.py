@@ -249,7 +249,8 @@ class InferenceEngine:
     def stream(self, request_id: str, timeout: float | None = None) -> TokenStream:
         """The request's events, each once, from where the last reader stopped: see ``TokenStream``. UnknownRequestError
         for an id never seen, or whose last event was read."""
-        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0):
+        number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        if timeout is not None and not (number and timeout >= 0):
             raise RequestError(f"timeout must be a number of seconds from 0, or None, not {timeout!r}")
         with self.lock:
             self._require_open(sound=False)
