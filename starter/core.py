@@ -6,7 +6,7 @@
     choose    token    = choose_token(row, draws)      with the sample's own random numbers
     settle    events  -> streams, timeline, metrics    finished requests give their pages back
 
-``EngineCore`` knows nothing of threads and interrupts: ``engine.py`` stands around it and protects it. The core owns
+``EngineCore`` knows nothing of threads and interrupts: ``engine.py`` protects it from them. The core owns
 the streams; the scheduler owns the lifecycles, the page manager the block tables, the backend's store the numbers.
 """
 
@@ -75,11 +75,14 @@ class EngineCore:
                                                   self.kv if settings.use_cache else None,
                                                   settings.batching, settings.preemption)
         self.runner = ModelRunner(self.model, self.kv.store if settings.use_cache else None)
-        recorded = ENGINE_SHAPE.dump(settings)
-        assert isinstance(recorded, dict)
+        self._record_header(loaded, policy)
+
+    def _record_header(self, loaded: Loaded, policy: Policy | None) -> None:
+        settings = ENGINE_SHAPE.dump(self.settings)
+        assert isinstance(settings, dict)
         if policy:  # a timeline can name the caller's own class, not hold it
-            recorded["policy"] = type(policy).__name__
-        self.recorder.header(engine=__version__, backend=self.model.backend.name, settings=recorded,
+            settings["policy"] = type(policy).__name__
+        self.recorder.header(engine=__version__, backend=self.model.backend.name, settings=settings,
                              model=MODEL_SHAPE.dump(self.model.config), page_bytes=self.kv.store.page_bytes,
                              num_pages=self.kv.total_pages, weight_bytes=self.model.weight_bytes, **loaded.about)
 
@@ -96,24 +99,26 @@ class EngineCore:
     def check(self, request: Request) -> None:
         """Refuse what the model or the pool cannot serve, an id that is taken, and requests beyond max_waiting."""
         request.check_against(self.model.config)
-        taken = self.streams.get(request.request_id)
-        if taken and taken.unfinished:
-            raise DuplicateRequestError(f"request {request.request_id!r} is live; choose another id or cancel it first")
-        if taken and taken.finish_reason != "cancelled":
-            raise DuplicateRequestError(f"the stream of the finished request {request.request_id!r} was not read to "
-                                        f"its end; read it, or choose another id")
-        whole, _, number = request.request_id.rpartition("#")
-        siblings = self.streams[whole].samples if whole in self.streams and self.streams[whole].unfinished else []
-        if request.request_id in [sample.id for sample in siblings]:
-            raise DuplicateRequestError(f"{request.request_id!r} is sample {number} of the live request {whole!r}; "
-                                        f"choose another id")
-        for index in range(request.sampling.n):
-            if (sequence_id := sample_id(request.request_id, index)) in self.samples:
-                raise DuplicateRequestError(f"request {sequence_id!r} is live; choose another id or cancel it first")
+        self._check_id(request)
         if self.scheduler.waiting_count >= self.settings.max_waiting:
             raise QueueFullError(f"{self.scheduler.waiting_count} requests wait, and max_waiting is "
                                  f"{self.settings.max_waiting}; try again when some have been served")
         self.scheduler.check(request)
+
+    def _check_id(self, request: Request) -> None:
+        """DuplicateRequestError if the id, or that of one of the samples, belongs to a live or an unread request."""
+        request_id = request.request_id
+        for sequence_id in (sample_id(request_id, number) for number in range(request.sampling.n)):
+            whole, _, last = sequence_id.rpartition("#")
+            for owner, what in ((sequence_id, "live"), (whole, f"sample {last} of the live request {whole!r}")):
+                stream = self.streams.get(owner)
+                if stream and stream.unfinished and sequence_id in [sample.id for sample in stream.samples]:
+                    raise DuplicateRequestError(f"request {sequence_id!r} is {what}; choose another id or cancel it "
+                                                f"first")
+        unread = self.streams.get(request_id)
+        if unread and unread.finish_reason != "cancelled":
+            raise DuplicateRequestError(f"the stream of the finished request {request_id!r} was not read to its end; "
+                                        f"read it, or choose another id")
 
     def make_stream(self, request: Request) -> RequestStream:
         """A stream with its samples, not yet registered."""
@@ -219,14 +224,15 @@ class EngineCore:
 
     def _choice(self, sample: Sample, row: Sequence[float]) -> Choice:
         vocab_size = self.model.config.vocab_size
-        if sample.plain and isinstance(row, Logits) and row.greedy.token < vocab_size and self.sampler is choose_token:
+        own = self.sampler is not choose_token  # the caller's
+        if sample.plain and not own and isinstance(row, Logits) and row.greedy.token < vocab_size:
             return row.greedy
         if len(row) != vocab_size:
             raise BackendError(f"the decoder returned a row of {len(row)} logits; the vocabulary has "
                                f"{vocab_size} tokens")
         choice = self.sampler(row, sample.request.sampling, sample.draws, sample.request.prompt_tokens,
                               sample.tokens[sample.prompt_length:], sample.stream.end_tokens)
-        if self.sampler is choose_token:
+        if not own:
             return choice
         token, logprob, top_logprobs = choice
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:

@@ -20,7 +20,7 @@ if not __package__:  # run as a file: make the package importable, and its modul
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from starter.base.console import Console, guarded, run_program
-from starter.command.options import check_options, make_parser
+from starter.command.options import check_options, make_parser, plays_scenario
 from starter.command.run import run_prompts, run_scenario
 
 
@@ -33,8 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     check_options(options)
     console = Console(sys.stdout, quiet=options.quiet or options.json)
-    plays = options.fixture is not None and not options.prompt
-    return run_scenario(options, console) if plays else run_prompts(options, console)
+    return run_scenario(options, console) if plays_scenario(options) else run_prompts(options, console)
 
 
 def entry() -> None:

@@ -17,7 +17,9 @@ Promises, each a property in tests/test_engine*.py and scripts/fuzz.py:
   held while the decoder computes, so submit, cancel and reading never wait for it.
 - Interrupts (Ctrl-C): while the decoder computes, an interrupt is harmless, and the next step plans the same positions
   again. In the microseconds in which a plan or its results are being recorded it stops the engine, which says so.
-- Bounded: at most ``max_waiting`` requests wait, and a stream holds at most max_tokens * n unread events.
+  An iterator over a stream hands out an event that an interrupt kept from its reader again; ``poll`` may lose it.
+- Bounded, whatever callers do: at most ``max_waiting`` requests wait, a stream holds at most max_tokens * n unread
+  events, ``max_unread`` finished streams wait to be read, and ``keep_events`` events of the timeline are in memory.
 """
 
 from __future__ import annotations
@@ -83,7 +85,8 @@ class InferenceEngine:
         self._failure: BaseException | None = None  # the exception that stopped the engine
 
     def _make_locks(self) -> None:
-        self.stepping = RLock()  # held while a step runs; never taken by a thread that holds _lock
+        # Public for TokenStream, which reads under the same locks:
+        self.stepping = RLock()  # held while a step runs; never taken by a thread that holds ``lock``
         self.lock = RLock()  # held while state is read or changed
         self._work = Condition(self.lock)  # notified when the engine's own thread may have work
         self.readers = Readers(self.lock)
@@ -223,13 +226,12 @@ class InferenceEngine:
         if texts and len(texts) < len(prompts):
             raise RequestError(f"prompts must be all texts or all lists of tokens; here {len(texts)} of {len(prompts)} "
                                f"are texts")
-        results = self._results(prompts, max_tokens, sampling, options)
-        if texts or not results:
-            return results
-        if len(results[0].samples) > 1:
+        if texts:
+            return self._results(prompts, max_tokens, sampling, options)
+        if options.get("n", sampling.n if isinstance(sampling, SamplingParams) else 1) != 1:
             raise RequestError("generate returns one list of tokens for each prompt, so n must be 1; for several "
                                "samples submit each prompt and read engine.result(request_id)")
-        return [list(result.tokens) for result in results]
+        return [list(result.tokens) for result in self._results(prompts, max_tokens, sampling, options)]
 
     def _results(self, prompts: Sequence[str] | Sequence[Sequence[int]], max_tokens: int,
                  sampling: SamplingParams | None, options: SamplingOptions) -> list[Result]:
@@ -269,7 +271,7 @@ class InferenceEngine:
         """Read the request to its end: what each sample has generated, but for events that were read before.
         BackendError if a sample ended with an error. ``timeout`` is the longest wait for one event, in seconds."""
         events = self.stream(request_id, timeout)
-        return Result.of(events.stream.request, map(_checked, events))
+        return Result.of(events.stream, map(_checked, events))
 
     def poll(self, request_id: str) -> list[TokenEvent]:
         """The request's unread events, without running a step."""
@@ -426,6 +428,7 @@ class InferenceEngine:
                 self._core.abandon()
 
     def require_sound(self) -> None:
+        """EngineError if the engine has stopped."""
         if self._failure:
             raise EngineError(f"the engine has stopped: {self._failure!r}; make a new one") from self._failure
 

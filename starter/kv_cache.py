@@ -627,7 +627,7 @@ class KVCacheManager:
         return handle
 
     def _require(self, number: int, request_id: str, sharing: Sequence[int] = ()) -> None:
-        """OutOfPagesError unless ``number`` fresh pages can be taken besides the pages ``sharing``. A call asks for all
+        """OutOfPagesError unless ``number`` fresh pages can be taken, beyond the pages ``sharing``. A call asks for all
         its pages here, before its first change: from then on nothing is refused."""
         if number:
             self.before_take(number, request_id)

@@ -260,7 +260,7 @@ class TokenStream(Iterator[TokenEvent]):
                     if stream.drained:
                         engine.forget(stream)
             return event
-        except BaseException:
+        except BaseException:  # outside the lock's block, as an interrupt can come where that ends
             if event is not None and event not in stream.events:
                 stream.events.appendleft(event)
                 engine.remember(stream)
@@ -380,12 +380,13 @@ class Result:
     samples: tuple[Completion, ...]
 
     @classmethod
-    def of(cls, request: Request, events: Iterable[TokenEvent]) -> Result:
-        """Gather the events of a request, up to its end."""
-        of_sample: list[list[TokenEvent]] = [[] for _ in range(request.sampling.n)]
+    def of(cls, stream: RequestStream, events: Iterable[TokenEvent]) -> Result:
+        """Gather the events of a stream, up to its end."""
+        of_sample: list[list[TokenEvent]] = [[] for _ in stream.samples]
         for event in events:
             of_sample[event.sample].append(event)
-        return cls(request.request_id, tuple(request.prompt_tokens), tuple(map(_completion, of_sample)))
+        return cls(stream.request.request_id, tuple(stream.request.prompt_tokens),
+                   tuple(map(_completion, stream.samples, of_sample)))
 
     @property
     def text(self) -> str:
@@ -404,9 +405,9 @@ class Result:
         return self.samples[0].finish_reason
 
 
-def _completion(events: Sequence[TokenEvent]) -> Completion:
-    tokens = [event for event in events if event.token is not None]
-    return Completion("".join(event.text for event in events), tuple(event.token for event in tokens),  # type: ignore[misc]
-                      tuple(event.logprob for event in tokens),  # type: ignore[misc]  # a token has one
-                      tuple(event.top_logprobs for event in tokens if event.top_logprobs),
-                      events[-1].finish_reason or "" if events else "")
+def _completion(sample: Sample, events: Sequence[TokenEvent]) -> Completion:
+    return Completion("".join(event.text for event in events),
+                      tuple(event.token for event in events if event.token is not None),
+                      tuple(event.logprob for event in events if event.logprob is not None),
+                      tuple(event.top_logprobs for event in events if event.top_logprobs),
+                      sample.finish_reason or "")  # every sample has ended

@@ -200,11 +200,11 @@ class Timeline:
                 self._remove(write)
 
     def _beginning(self) -> list[Event]:
-        """What stands for the events that are no longer in memory."""
+        """The header and a "dropped" event, in place of the events that are no longer in memory."""
         missing = self.recorded - len(self._events) - 1  # without the header
         if not self._header or missing < 0:
             return []
-        where = self.events[0] if self._events else self._header
+        where = _event(self._events[0]) if self._events else self._header
         mark = {"event": "dropped", "step": where["step"], "time": where["time"], "events": missing}
         return [self.header, mark] if missing else [self.header]
 

@@ -149,6 +149,25 @@ class Generate(unittest.TestCase):
                 engine.generate(prompts, 6)  # type: ignore[call-overload]
         self.assertEqual(engine.active, ())
 
+    def test_several_samples_of_token_lists_are_refused_before_anything_is_computed(self) -> None:
+        engine = make_engine()
+        for sampling, options in ((None, {"n": 2}), (SamplingParams(n=2, temperature=1.0), {})):
+            with self.assertRaisesRegex(RequestError, "n must be 1"):
+                engine.generate([PROMPT], 6, sampling, **options)
+        self.assertEqual([event["event"] for event in engine.timeline], ["header"])
+        self.assertEqual(engine.generate([PROMPT], 6, SamplingParams(n=2), n=1), [oracle(PROMPT, 6)])
+
+    def test_a_result_says_how_a_sample_ended_that_was_read_before(self) -> None:
+        engine = make_engine()
+        request_id = engine.submit(TEXT, 6, temperature=2.0, seed=1, n=2)
+        engine.run()
+        stream = engine.stream(request_id)
+        last = [event for event in (next(stream) for _ in range(11)) if event.finish_reason]
+        result = engine.result(request_id)
+        self.assertEqual(len(last), 1)
+        self.assertEqual([sample.finish_reason for sample in result.samples], ["length", "length"])
+        self.assertEqual(sum(len(sample.tokens) for sample in result.samples), 1)
+
     def test_an_error_cancels_the_others_and_forgets_all(self) -> None:
         engine = make_engine(failing_on(7))
         with self.assertRaisesRegex(BackendError, "no luck with token 7"):

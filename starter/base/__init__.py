@@ -1,4 +1,4 @@
-"""What the spine stands on: strict JSON, a model's sizes and weights, tokenizers, the terminal.
+"""What the spine is built on: strict JSON, a model's sizes and weights, tokenizers, the terminal.
 
 Nothing here knows of pages, batches or steps, so you can read the spine without it.
 

@@ -57,7 +57,7 @@ def fold(text: str, width: int, indent: int = 0) -> list[str]:
     return [*lines, text]
 
 
-_COLOURS = {"green": 32, "red": 31, "yellow": 33, "dim": 2, "bold": 1}
+_COLOURS = {"green": 32, "red": 31}
 
 
 class Console:
@@ -77,7 +77,7 @@ class Console:
         return max(get_terminal_size().columns, 8)
 
     def colour(self, text: str, name: str) -> str:
-        """The text in "green", "red", "yellow", "dim" or "bold" where the stream shows colours: on a terminal, unless
+        """The text "green" or "red" where the stream shows colours: on a terminal, unless
         NO_COLOR is set, and wherever FORCE_COLOR is set."""
         get = os.environ.get
         able = self.width is not None and get("TERM") != "dumb" and (os.name != "nt" or get("WT_SESSION"))
@@ -128,9 +128,9 @@ class Table:
     def __init__(self, *head: str) -> None:
         self._rows: list[tuple[str, ...]] = [head]
 
-    def add(self, *cells: object) -> None:
+    def add(self, *entries: object) -> None:
         """One row."""
-        self._rows.append(tuple(map(str, cells)))
+        self._rows.append(tuple(map(str, entries)))
 
     def show(self, console: Console, indent: str = "") -> None:
         """Print head and rows."""

@@ -1,6 +1,6 @@
 """The options of a run, which of them go together, and the settings that they ask for.
 
-An option that would have no effect is refused: whoever gives it expects one.
+An option that would have no effect is refused, since a person who gives one expects an effect.
 """
 
 from __future__ import annotations
@@ -86,6 +86,11 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
 # -------------------------------------------------------------------------------------------------- what goes together
 
 
+def plays_scenario(options: argparse.Namespace) -> bool:
+    """Do the options ask for a scenario's own requests? Otherwise they ask for prompts."""
+    return options.fixture is not None and options.prompt is None
+
+
 def check_options(options: argparse.Namespace) -> None:
     """RequestError for options that contradict each other or would have no effect, and for files that would be lost;
     SchemaError for a file that cannot be written."""
@@ -96,7 +101,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 def _contradictions(options: argparse.Namespace) -> Iterator[str]:
     prompts = [f"--{name.replace('_', '-')}" for name in PROMPT_OPTIONS if getattr(options, name) is not None]
-    plays = options.fixture is not None and not options.prompt  # the scenario's own requests
+    plays = plays_scenario(options)
     if options.fixture is not None and options.chat:
         yield ("--chat goes with --checkpoint: the model of a scenario has no chat template; give --prompt to have it "
                "continue a text")

@@ -23,15 +23,21 @@ from starter.command.printing import (
     print_verdict,
 )
 from starter.engine import InferenceEngine
-from starter.errors import SchemaError
+from starter.errors import BackendError, SchemaError
 from starter.model import load_scenario_model, quantization_config
 from starter.schema import EngineSettings, QuantizationConfig, Scenario, TokenEvent, load_scenario, sample_id
 from starter.timeline import VirtualClock
 
 
 def _backend(options: argparse.Namespace, default: str) -> Backend:
+    """BackendError names the option."""
     given = {name: getattr(options, name) for name in ("device", "dtype") if getattr(options, name) is not None}
-    return load_backend(options.backend or default, **given)
+    name = options.backend or default
+    try:
+        return load_backend(name, **given)
+    except BackendError as error:
+        option = "--backend" if options.backend or not given else f"--{min(given)}"
+        raise BackendError(f"{option}: {error}") from None
 
 
 def _quantization(options: argparse.Namespace, default: QuantizationConfig | None) -> QuantizationConfig | None:
@@ -62,6 +68,7 @@ def run_scenario(options: argparse.Namespace, console: Console) -> int:
     given = _load_scenario(options.fixture)
     scenario = replace(given, engine=engine_settings(options, given.engine),
                        quantization=_quantization(options, given.quantization))
+    backend = _backend(options, "cpu")
     print_manifest(scenario, console, options.steps)
     if options.manifest_only:
         if options.json:
@@ -69,7 +76,7 @@ def run_scenario(options: argparse.Namespace, console: Console) -> int:
         return EXIT_OK
     aside = Console(sys.stderr, quiet=options.quiet or not options.json)  # progress, when stdout is kept for JSON
     with console.working(f"loading {scenario.name}"), aside.working(f"loading {scenario.name}"):
-        engine = InferenceEngine.from_scenario(scenario, _backend(options, "cpu"), clock=_clock(options))
+        engine = InferenceEngine.from_scenario(scenario, backend, clock=_clock(options))
     with _recorded(engine, options, console), engine, aside.working() as progress:
         events, refused = _play(engine, scenario, console, progress, options.steps)
         metrics = engine.metrics()

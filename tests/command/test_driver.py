@@ -301,7 +301,8 @@ class BadInputTest(Case):
                 result = run("--fixture", self.file, *options)
                 self.check_refused(result, word)
                 self.assertEqual((result.out, run("--fixture", self.file, "--manifest-only", *options)), ("", result))
-        self.check_refused(run("--fixture", self.file, "--backend", "gpu"), "'gpu'", "'cpu'")
+        self.check_refused(run("--fixture", self.file, "--backend", "gpu"), "--backend: ", "'gpu'", "'cpu'")
+        self.check_refused(run("--fixture", self.file, "--device", "cuda:0"), "--device: ", "'cuda' only")
         self.check_refused(run("--fixture", self.file, "--timeline", self.folder), "cannot write")
 
     def test_options_that_would_be_ignored(self) -> None:
