@@ -172,8 +172,7 @@ class Measurement:
 
     def _logits(self, model: Model, text: Sequence[int], store: ReferenceKVStore | None = None) -> Logits:
         """After every token but the last."""
-        batch = Batch.of([Piece(text[:-1], 0, (0,), wants_logits=False)], self.tokens)
-        batch.logit_rows = list(range(len(text) - 1))
+        batch = Batch.of([Piece(text[:-1], 0, (0,), wants_logits=len(text) - 1)], self.tokens)
         return model.forward(batch, store or model.new_store(1, self.tokens))
 
     def _drawn(self, seed: int) -> list[int]:

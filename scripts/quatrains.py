@@ -108,8 +108,7 @@ def token_losses(model: Model, tokens: Sequence[int]) -> list[float]:
 def poem_logits(model: Model, tokens: Sequence[int], kv_quantization: str | None = None) -> Sequence[Sequence[float]]:
     """Logits after every token but the last, in one pass."""
     pages = range(-(-len(tokens) // PAGE_SIZE))
-    batch = Batch.of([Piece(tokens[:-1], start=0, pages=pages, wants_logits=False)], PAGE_SIZE)
-    batch.logit_rows = list(range(len(tokens) - 1))
+    batch = Batch.of([Piece(tokens[:-1], start=0, pages=pages, wants_logits=len(tokens) - 1)], PAGE_SIZE)
     return model.forward(batch, model.new_store(len(pages), PAGE_SIZE, kv_quantization))
 
 

@@ -39,15 +39,17 @@ from .schema import ModelConfig, QuantizationConfig
 
 
 class Piece(NamedTuple):
-    """What one request computes in a step: ``tokens`` at positions start, start + 1, ...; ``pages``: block table."""
+    """What one request computes in a step: ``tokens`` at positions start, start + 1, ...; ``pages``: block table;
+    ``wants_logits``: of how many of the last tokens. That is 1 (or True) where the next token is due, else 0, and more
+    where a prompt's own tokens get logprobs."""
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
-    wants_logits: bool
+    wants_logits: int
 
 
-PlainPiece = tuple[Sequence[int], int, Sequence[int], bool]  # a Piece, or a tuple of the same four
+PlainPiece = tuple[Sequence[int], int, Sequence[int], int]  # a Piece, or a tuple of the same four
 
 
 class Span(NamedTuple):
@@ -87,7 +89,8 @@ class Batch:
         positions  [9  ,  0 , 1 , 2 ]
         slots      [29 ,  8 , 9 , 10]      slot = page * page_size + position % page_size; A writes page 7, offset 1
         spans      [A: row 0, end 10, pages (5, 0, 7)]  [B: rows 1-3, end 3, pages (2,)]
-        logit_rows [0, 3]                  only the rows whose next token is due reach the output projection
+        logit_rows [0, 3]                  only the rows whose next token is due reach the output projection,
+        wanted     [1, 1]                  so many of each piece
 
     A row's numbers come from its own token, position and pages, whichever other requests share the step.
     """
@@ -98,6 +101,7 @@ class Batch:
     slots: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     logit_rows: list[int] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, pieces: Iterable[PlainPiece], page_size: int) -> Batch:
@@ -116,15 +120,14 @@ class Batch:
             else:
                 positions += range(start, end)
                 written += slots(pages, page_size, start, end) if pages else []
-            if wants_logits:
-                batch.logit_rows.append(len(flat) - 1)
+            batch.wanted.append(int(wants_logits))
+            batch.logit_rows += range(len(flat) - wants_logits, len(flat))
         return batch
 
     def pieces(self) -> list[Piece]:
         """The pieces that were laid flat. O(tokens)."""
-        due = set(self.logit_rows)
-        return [Piece(self.tokens[first:first + count], end - count, pages, first + count - 1 in due)
-                for first, count, end, pages, _ in self.spans]
+        return [Piece(self.tokens[first:first + count], end - count, pages, wanted)
+                for (first, count, end, pages, _), wanted in zip(self.spans, self.wanted)]
 
 
 # ------------------------------------------------------------------------------------------ what a backend must do

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, Union
 
 from .backend import Batch, Piece
@@ -37,7 +37,7 @@ from .schema import ENGINE_SHAPE, MODEL_SHAPE, EngineSettings, Request, sample_i
 from .streams import RequestStatus, RequestStream, Sample
 from .timeline import Recorder
 
-Outcome = Union[Sequence[float], Exception]  # a row of logits, or why there is none
+Outcome = Union[Sequence[Sequence[float]], Exception]  # rows of logits, as many as were wanted, or why there are none
 
 
 @dataclass
@@ -51,10 +51,12 @@ class Work:
 
 @dataclass
 class Chosen:
-    """What came of it: the next token of each sample that was due one, and the samples that failed."""
+    """What came of it: the next token of each sample that was due one, the samples that failed, and of prompts whose
+    logprobs are asked for, those of some more tokens."""
 
     tokens: dict[Sample, Choice]
     failures: dict[Sample, Exception]
+    prompts: dict[Sample, list[Choice]] = field(default_factory=dict)
 
 
 class EngineCore:
@@ -175,7 +177,7 @@ class EngineCore:
         return Work(decision, samples, batch)
 
     def compute(self, work: Work) -> dict[Sample, Outcome]:
-        """The logits of each sample that is due a token. Changes nothing but the numbers in the step's own slots."""
+        """The logits that each piece wants, by sample. Changes nothing but the numbers in the step's own slots."""
         return self.runner.run(work.samples, work.batch)
 
     def _piece(self, sample: Sample, chunk: ScheduledChunk) -> Piece | None:
@@ -183,14 +185,16 @@ class EngineCore:
         computed. Without a cache a piece is all tokens, to be computed only when the next one is due. None, and the end
         of the request, if its pages do not hold the chunk: they were taken away from outside, or never reserved."""
         end = chunk.start + chunk.count
-        wants_logits = end == len(sample.tokens)
+        wants_logits = int(end == len(sample.tokens))
         if not self.settings.use_cache:
-            return Piece(sample.tokens[:], 0, (), wants_logits)
+            return Piece(sample.tokens[:], 0, (), wants_logits and 1 + sample.unscored)
         handle = sample.handle
         assert handle is not None  # a chunk is for a running sequence, which has a block table
         if end > len(handle.pages) * self.kv.page_size:
             self.scheduler.fail(sample.id, self._no_room(handle, end))
             return None
+        if sample.unscored:  # a row scores the token after it
+            wants_logits = max(end - max(chunk.start, sample.prompt_length - 1 - sample.unscored), 0)
         return Piece(sample.tokens[chunk.start:end], chunk.start, handle.pages, wants_logits)
 
     def _no_room(self, handle: KVHandle, end: int) -> EngineError:
@@ -207,15 +211,18 @@ class EngineCore:
         concerns its request alone. No request changes here: random numbers count only when their token is accepted, so
         an interrupted step can be planned and chosen again."""
         chosen = Chosen({}, {})
-        for sample, row in rows.items():
+        for sample, outcome in rows.items():
             if sample.finish_reason:  # cancelled while the decoder computed
                 continue
             try:
-                if isinstance(row, Exception):
-                    raise row
-                chosen.tokens[sample] = self._choice(sample, row)
-                for other in sample.others:
-                    chosen.tokens[other] = self._choice(other, row)
+                if isinstance(outcome, Exception):
+                    raise outcome
+                if sample.unscored:
+                    chosen.prompts[sample] = sample.scores(outcome)
+                for row in outcome[sample.unscored:]:  # of the last token, if the next one is due
+                    chosen.tokens[sample] = self._choice(sample, row)
+                    for other in sample.others:
+                        chosen.tokens[other] = self._choice(other, row)
             except Exception as error:
                 chosen.failures[sample] = error
         self.kv.drop_unused_tails(page for sample, span in zip(work.samples, work.batch.spans) if sample.finish_reason
@@ -248,6 +255,8 @@ class EngineCore:
             self.end_all(sample.stream, "error", f"{type(failure).__name__}: {failure}")
         scheduler.complete_step()
         self._end_failures()
+        for sample, scores in chosen.prompts.items():
+            sample.stream.prompt_logprobs += scores
         for sample, choice in chosen.tokens.items():
             if sample.finish_reason:  # it failed, or a listener cancelled it just now
                 continue
@@ -386,8 +395,8 @@ class ModelRunner:
         self.faults: FaultHooks = NoFaults()
 
     def run(self, samples: Sequence[S], batch: Batch) -> dict[S, Outcome]:
-        """Logits for each sample whose next token is due; an exception for each one that failed. ``batch`` holds one
-        piece for each of the samples.
+        """The logits that each sample's piece wants, if any; an exception for each sample that failed. ``batch`` holds
+        one piece for each of the samples.
 
         When the batch fails, each sample is tried alone (its slots are simply written again, with the same numbers),
         so that only the one at fault ends. This relies on batch-equals-solo, and on stores that keep everything a
@@ -409,17 +418,19 @@ class ModelRunner:
         if not samples:
             return {}
         self.faults.before_forward({sample.id for sample in samples})
-        due: Sequence[S] = samples
-        if len(batch.logit_rows) < len(samples):  # some prompts are not at their end yet
-            due = [sample for sample, piece in zip(samples, batch.pieces()) if piece.wants_logits]
         rows: Sequence[Sequence[float]]
         if self._store is None:
-            rows = [self._model.forward_uncached(piece.tokens) for piece in batch.pieces() if piece.wants_logits]
+            rows = [self._model.forward_uncached(piece.tokens[:end]) for piece in batch.pieces()
+                    for end in range(len(piece.tokens) - piece.wants_logits + 1, len(piece.tokens) + 1)]
         else:
             rows = self._model.forward(batch, self._store)
-        if len(rows) != len(due):
-            raise BackendError(f"the decoder returned {len(rows)} rows of logits for {len(due)} sequences")
-        return dict(zip(due, self.faults.after_forward([sample.id for sample in due], rows)))
+        owners = [sample for sample, wanted in zip(samples, batch.wanted) for _ in range(wanted)]
+        if len(rows) != len(owners):
+            raise BackendError(f"the decoder returned {len(rows)} rows of logits; {len(owners)} were asked for")
+        outcomes: dict[S, list[Sequence[float]]] = {}
+        for owner, row in zip(owners, self.faults.after_forward([owner.id for owner in owners], rows)):
+            outcomes.setdefault(owner, []).append(row)
+        return {**outcomes}
 
 
 # ---------------------------------------------------------------------------------------------- the page pool's size

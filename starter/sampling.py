@@ -133,6 +133,15 @@ def greedy(logits: Sequence[float]) -> Choice:
     return Choice(logits.index(highest), -_log_sum_exp(logits, highest))
 
 
+def score(logits: Sequence[float], token: int, number: int) -> Choice:
+    """A token that is known, as if it had been chosen: its logprob, and those of the ``number`` likeliest. O(V).
+    BackendError if the logits are no distribution."""
+    logits = list(logits)
+    highest = _highest(logits, "the logits")
+    log_sum = _log_sum_exp(logits, highest)
+    return Choice(token, logits[token] - highest - log_sum, _top_logprobs(logits, highest, log_sum, token, number))
+
+
 def _log_sum_exp(logits: Sequence[float], highest: float) -> float:
     """log(sum(exp(logit - highest))), so that a token's log probability is logit - highest - this. The logits are
     shifted one by one only if exp could over- or underflow, which saves a third of the time."""

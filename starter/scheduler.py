@@ -473,7 +473,8 @@ class ContinuousBatchScheduler:
                 self.kv.swap_in(sequence.handle, sequence.known)
                 sequence.swapped = False
             else:
-                sequence.handle = self._pages.allocate(sequence.id, sequence.known, sequence.tokens,
+                whole = sequence.request.sampling.prompt_logprobs is not None  # each position has to be computed
+                sequence.handle = self._pages.allocate(sequence.id, sequence.known, () if whole else sequence.tokens,
                                                        sequence.request.cache_salt)
                 sequence.computed = self._pages.length(sequence.handle)  # type: ignore[arg-type]
         except OutOfPagesError as error:

@@ -109,6 +109,8 @@ class SamplingParams:
     ignore_eos   end-of-sequence tokens are tokens like any other
     stop         strings that end the text and are not part of it, kept as a tuple
     logprobs     how many of the likeliest tokens each event lists; None lists none
+    prompt_logprobs    how many of the likeliest tokens are listed at each position of the prompt, beside its own token
+                 (``Result.prompt_logprobs``); such a prompt is computed whole, without shared pages. None: nothing
     n            samples of one prompt; they share its pages
     """
 
@@ -126,6 +128,7 @@ class SamplingParams:
     ignore_eos: Annotated[bool, Boolean()] = False
     stop: Annotated[Sequence[str], ListOf(Text(1, 1_000), longest=64)] = ()
     logprobs: Annotated[int | None, Nullable(Integer(in_file=MAX_VOCABULARY))] = None
+    prompt_logprobs: Annotated[int | None, Nullable(Integer(in_file=MAX_VOCABULARY))] = None
     n: Annotated[int, Integer(1, MAX_SAMPLES)] = 1
     __repr__ = _repr
 
@@ -165,6 +168,7 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
     stop: Sequence[str]
     logprobs: int | None
+    prompt_logprobs: int | None
     n: int
 
 
@@ -210,6 +214,9 @@ class Request:
         object.__setattr__(self, "stop_tokens", _tokens("stop", self.stop_tokens))
         if not self.prompt_tokens:
             raise RequestError("the prompt is empty; give at least one token, for instance the model's bos_token")
+        if self.max_tokens == 0 and self.sampling.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs are computed with the prompt, which max_tokens 0 leaves out; ask for 1 "
+                               "or more")
 
     def check_against(self, model: ModelConfig) -> None:
         """Raise RequestError or CapacityError where this model cannot serve the request. O(prompt)."""
@@ -219,8 +226,9 @@ class Request:
         for token, _ in self.sampling.bias:
             if token >= model.vocab_size:
                 raise RequestError(f"logit_bias names token {token}; allowed: 0 to {model.vocab_size - 1}")
-        if (self.sampling.logprobs or 0) > model.vocab_size:
-            raise RequestError(f"logprobs {self.sampling.logprobs} is more than the vocabulary of {model.vocab_size}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (number := getattr(self.sampling, name) or 0) > model.vocab_size:
+                raise RequestError(f"{name} {number} is more than the vocabulary of {model.vocab_size}")
         total = len(self.prompt_tokens) + self.max_tokens
         if total > model.max_context:
             raise CapacityError(

@@ -25,7 +25,7 @@ from typing import Protocol
 
 from .base.tokenizer import TextStream
 from .errors import EngineError, StreamTimeoutError
-from .sampling import Choice, Draws, StopStrings
+from .sampling import Choice, Draws, StopStrings, score
 from .schema import Request, TokenEvent, sample_id
 from .sequences import SequenceState
 
@@ -54,6 +54,18 @@ class Sample(SequenceState):
     def delivered(self) -> int:
         """Tokens in the stream so far, which is the index of the next one."""
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def unscored(self) -> int:
+        """Tokens of the prompt whose logprobs are asked for and not known yet."""
+        scores = self.stream.prompt_logprobs
+        return self.prompt_length - len(scores) if scores else 0
+
+    def scores(self, rows: Sequence[Sequence[float]]) -> list[Choice]:
+        """The logprobs of the next tokens of the prompt, from the rows before each of them. Changes nothing."""
+        number = self.request.sampling.prompt_logprobs or 0
+        tokens = self.tokens[self.prompt_length - self.unscored:self.prompt_length]
+        return [score(row, token, number) for row, token in zip(rows, tokens)]
 
     def add(self, choice: Choice, complete: bool, step: int, time: float) -> TokenEvent:
         """Append a generated token to tokens, text and stream. The sample ends with it if it is ``complete`` (it has
@@ -104,6 +116,11 @@ class RequestStream:
     unfinished: int = 0  # samples
     events: deque[TokenEvent] = field(default_factory=deque)  # not read yet
     wake: list[Callable[[], None]] = field(default_factory=list)  # for each reader that waits, what lets it go on
+    prompt_logprobs: list[Choice | None] = field(default_factory=list)  # if asked for: of the prompt's tokens so far
+
+    def __post_init__(self) -> None:
+        if self.request.sampling.prompt_logprobs is not None:
+            self.prompt_logprobs.append(None)  # nothing comes before the first token
 
     @property
     def finish_reason(self) -> str | None:
@@ -243,6 +260,11 @@ class TokenStream(Iterator[TokenEvent]):
         self.stream = stream
         self._engine, self._timeout = engine, timeout
 
+    @property
+    def prompt_logprobs(self) -> tuple[Choice | None, ...]:
+        """As in ``Result``; complete once there is an event."""
+        return tuple(self.stream.prompt_logprobs)
+
     def __next__(self) -> TokenEvent:
         while self._until_readable():
             if (event := self.take()) is not None:  # None: another reader was faster
@@ -373,11 +395,13 @@ class Completion:
 @dataclass(frozen=True)
 class Result:
     """A request that was read to its end: its prompt, and a Completion for each of its n samples. ``text``, ``tokens``,
-    ``logprobs`` and ``finish_reason`` are those of the first."""
+    ``logprobs`` and ``finish_reason`` are those of the first. ``prompt_logprobs``, if asked for, has one entry for each
+    token of the prompt, the first of which has none."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]
     samples: tuple[Completion, ...]
+    prompt_logprobs: tuple[Choice | None, ...] = ()
 
     @classmethod
     def of(cls, stream: RequestStream, events: Iterable[TokenEvent]) -> Result:
@@ -386,7 +410,7 @@ class Result:
         for event in events:
             of_sample[event.sample].append(event)
         return cls(stream.request.request_id, tuple(stream.request.prompt_tokens),
-                   tuple(map(_completion, stream.samples, of_sample)))
+                   tuple(map(_completion, stream.samples, of_sample)), tuple(stream.prompt_logprobs))
 
     @property
     def text(self) -> str:

@@ -42,7 +42,7 @@ class PlanTest(unittest.TestCase):
         core = make_core()
         submit(core, "a", 1, 2)
         work = core.plan(8)
-        core.settle(core.choose(work, {work.samples[0]: [*ROW[:9], 9.0, *ROW[10:]]}))  # its first token is 9
+        core.settle(core.choose(work, {work.samples[0]: [[*ROW[:9], 9.0, *ROW[10:]]]}))  # its first token is 9
         submit(core, "b", 3, 4, 5, 6, 7)
         work = core.plan(4)
         a, b = (core.kv.pages(core.scheduler.handle(name)) for name in "ab")
@@ -93,7 +93,7 @@ class PlanTest(unittest.TestCase):
         self.assertEqual({sample.id: piece for sample, piece in zip(work.samples, work.batch.pieces())},
                          {"a": Piece([1, 2, 3, 4], 0, (), False), "b": Piece([5], 0, (), True)})
         self.assertEqual(core.recorder.timeline.events[-1]["computed"], 1)
-        core.settle(core.choose(work, {core.samples["b"]: ROW}))
+        core.settle(core.choose(work, {core.samples["b"]: [ROW]}))
         core.plan(3)
         self.assertEqual(core.recorder.timeline.events[-1]["computed"], 6)
 
@@ -112,7 +112,7 @@ class ChooseAndSettleTest(unittest.TestCase):
 
     def test_a_row_becomes_a_token_of_its_stream(self) -> None:
         sample, work = self.started("a")
-        chosen = self.core.choose(work, {sample: ROW})
+        chosen = self.core.choose(work, {sample: [ROW]})
         self.core.settle(chosen)
         [event] = sample.stream.events
         self.assertEqual((chosen.tokens[sample].token, event.token, event.index, event.finish_reason), (1, 1, 0, None))
@@ -120,28 +120,28 @@ class ChooseAndSettleTest(unittest.TestCase):
 
     def test_after_the_prompt_one_token_for_each_sample(self) -> None:
         sample, work = self.started("a", n=3, temperature=1.0, seed=1)
-        chosen = self.core.choose(work, {sample: ROW})
+        chosen = self.core.choose(work, {sample: [ROW]})
         self.assertEqual([each.number for each in chosen.tokens], [0, 1, 2])
         self.core.settle(chosen)
         self.assertEqual(len(events(self.core, "fork")), 2)
-        self.assertEqual(list(self.core.choose(work, {sample: ROW}).tokens), [sample])
+        self.assertEqual(list(self.core.choose(work, {sample: [ROW]}).tokens), [sample])
 
     def test_choosing_again_chooses_the_same(self) -> None:
         """As after an interrupted step: a choice that was not settled has used up no random number."""
         sample, work = self.started("a", temperature=1.5, seed=2)
         flat = [0.0] * CONFIG.vocab_size
-        self.assertEqual(*(self.core.choose(work, {sample: flat}) for _ in range(2)))
+        self.assertEqual(*(self.core.choose(work, {sample: [flat]}) for _ in range(2)))
 
     def test_an_end_token_ends_the_request(self) -> None:
         sample, work = self.started("a")
-        self.core.settle(self.core.choose(work, {sample: [*ROW[:END], 9.0, *ROW[END + 1:]]}))
+        self.core.settle(self.core.choose(work, {sample: [[*ROW[:END], 9.0, *ROW[END + 1:]]]}))
         self.assertEqual((sample.finish_reason, self.core.samples, self.core.scheduler.idle), ("stop", {}, True))
         self.assertEqual(events(self.core, "finish"), ["a"])
 
     def test_what_is_wrong_with_a_row_concerns_its_request_alone(self) -> None:
         bad = submit(self.core, "bad")
         good, work = self.started("good")
-        chosen = self.core.choose(work, {bad: [nan, *ROW[1:]], good: ROW})
+        chosen = self.core.choose(work, {bad: [[nan, *ROW[1:]]], good: [ROW]})
         self.assertEqual((list(chosen.tokens), list(chosen.failures)), ([good], [bad]))
         self.assertIsInstance(chosen.failures[bad], BackendError)
         self.core.settle(chosen)

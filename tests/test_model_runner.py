@@ -33,7 +33,8 @@ class _Sums:
         self.computed.append(batch.tokens)
         if 7 in batch.tokens:
             raise BackendError("7 is too much")
-        return [[float(sum(piece.tokens))] for piece in batch.pieces() if piece.wants_logits]
+        return [[float(sum(piece.tokens[:len(piece.tokens) - left]))] for piece in batch.pieces()
+                for left in reversed(range(piece.wants_logits))]
 
     def forward_uncached(self, tokens: Sequence[int]) -> list[float]:
         self.computed.append(list(tokens))
@@ -52,14 +53,24 @@ class ModelRunnerTest(unittest.TestCase):
         pieces = [Piece([1, 2], 0, (0,), False), Piece([3], 4, (1, 2), True), Piece([4, 5], 0, (3,), False),
                   Piece([6], 0, (4,), True)]
         model = _Sums()
-        self.assertEqual(run(model, pieces, object()), {"b": [3.0], "d": [6.0]})
+        self.assertEqual(run(model, pieces, object()), {"b": [[3.0]], "d": [[6.0]]})
         self.assertEqual(model.computed, [[1, 2, 3, 4, 5, 6]])
 
     def test_without_a_store_only_those_are_computed(self) -> None:
         pieces = [Piece([1, 2], 0, (), False), Piece([3], 0, (), True), Piece([4, 5], 0, (), True)]
         model = _Sums()
-        self.assertEqual(run(model, pieces, None), {"b": [3.0], "c": [9.0]})
+        self.assertEqual(run(model, pieces, None), {"b": [[3.0]], "c": [[9.0]]})
         self.assertEqual(model.computed, [[3], [4, 5]])
+
+    def test_a_prompt_may_want_several_rows(self) -> None:
+        """With pages and without, and when each piece is tried alone."""
+        pieces = [Piece([1, 2, 4], 0, (0,), 3), Piece([3, 5], 0, (1,), 0), Piece([6, 1], 0, (2,), 2)]
+        expected = {"a": [[1.0], [3.0], [7.0]], "c": [[6.0], [7.0]]}
+        for store in (object(), None):
+            self.assertEqual(run(_Sums(), pieces, store), expected)
+        failed = run(_Sums(), [*pieces, Piece([7], 0, (3,), 1)], object())
+        self.assertEqual(str(failed.pop("d")), "7 is too much")
+        self.assertEqual(failed, expected)
 
     def test_nothing_to_do(self) -> None:
         model = _Sums()
@@ -71,7 +82,7 @@ class ModelRunnerTest(unittest.TestCase):
                   Piece([4], 0, (4,), True)]
         rows = run(_Sums(), pieces, object())
         self.assertEqual({name: str(row) for name, row in rows.items()},
-                         {"a": "[1.0]", "b": "7 is too much", "d": "[4.0]"})
+                         {"a": "[[1.0]]", "b": "7 is too much", "d": "[[4.0]]"})
 
     def test_what_a_failed_try_has_taken_is_free_before_the_next(self) -> None:
         """A device out of memory for all together, and for one of them: the others have all of it."""
@@ -88,7 +99,7 @@ class ModelRunnerTest(unittest.TestCase):
 
         rows = run(Device(), [Piece([token], 0, (token,), True) for token in (1, 7, 2, 3)], object())
         self.assertEqual({name: str(row) for name, row in rows.items()},
-                         {"a": "[1.0]", "b": "out of memory, 0 held", "c": "[1.0]", "d": "[1.0]"})
+                         {"a": "[[1.0]]", "b": "out of memory, 0 held", "c": "[[1.0]]", "d": "[[1.0]]"})
 
 
 if __name__ == "__main__":

@@ -33,8 +33,7 @@ LANE_TOLERANCE = 5e-3  # the default backend's weights have 14 bits
 def our_logits(config: ModelConfig, weights: Weights, tokens: Sequence[int]) -> list[list[float]]:
     """Logits after every position: [len(tokens), vocab_size]."""
     model = Model(config, weights, ReferenceBackend())
-    batch = Batch.of([Piece(tokens, 0, (0,), wants_logits=True)], len(tokens))
-    batch.logit_rows = list(range(len(tokens)))
+    batch = Batch.of([Piece(tokens, 0, (0,), wants_logits=len(tokens))], len(tokens))
     return model.forward(batch, model.new_store(1, len(tokens)))
 
 

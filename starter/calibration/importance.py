@@ -70,8 +70,8 @@ def column_importance(model: Model, texts: Iterable[Sequence[int]]) -> dict[str,
     for tokens in parts:
         if wrong := [token for token in tokens if not 0 <= token < config.vocab_size]:
             raise RequestError(f"token {wrong[0]} is outside the vocabulary; allowed: 0 to {config.vocab_size - 1}")
-        batch = Batch.of([Piece(tokens, start=0, pages=(0,), wants_logits=True)], page_size=len(tokens))
-        batch.logit_rows = list(range(len(tokens)))  # so that the output matrix sees every position, too
+        whole = Piece(tokens, start=0, pages=(0,), wants_logits=len(tokens))  # so that the output matrix sees all of it
+        batch = Batch.of([whole], page_size=len(tokens))
         observed.forward(batch, model.new_store(num_pages=1, page_size=len(tokens)))
     return {name: squares for names, matrix in model.matrices.items() for name in names
             if (squares := watched.mean_squares(matrix))}

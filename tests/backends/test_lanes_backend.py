@@ -252,8 +252,7 @@ class StoriesTest(unittest.TestCase):
             known.append(rows[-1].index(max(rows[-1])))
         with InferenceEngine.from_checkpoint(STORIES, "cpu", page_size=7) as engine:
             self.assertEqual(engine.generate([known[:1]], count), [known[1:]])
-            batch = Batch.of([Piece(known[:-1], 0, (0,), True)], count)
-            batch.logit_rows = list(range(count))
+            batch = Batch.of([Piece(known[:-1], 0, (0,), count)], count)
             mine = engine.model.forward(batch, engine.model.new_store(1, count))
         self.assertLess(distance(mine, rows), 0.03)
         losses = [fsum(log(fsum(exp(x - row[token]) for x in row)) for row, token in zip(logits, known[1:])) / count

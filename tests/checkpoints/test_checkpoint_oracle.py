@@ -120,8 +120,7 @@ def our_logits(model: Model, tokens: Sequence[int], cuts: Sequence[int]) -> list
     store = model.new_store(-(-len(tokens) // PAGE), PAGE)
     logits = []
     for start, end in pairwise([0, *cuts, len(tokens)]):
-        batch = Batch.of([Piece(tokens[start:end], start, range(-(-end // PAGE)), wants_logits=True)], PAGE)
-        batch.logit_rows = list(range(end - start))
+        batch = Batch.of([Piece(tokens[start:end], start, range(-(-end // PAGE)), wants_logits=end - start)], PAGE)
         logits += model.forward(batch, store)
     return logits
 

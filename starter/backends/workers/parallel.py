@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from math import inf
 from threading import Lock
 from typing import Any
@@ -265,10 +265,11 @@ class ParallelModel(Model):
         answers = [store.ask(process, "forward", theirs) if theirs else list
                    for process, theirs in enumerate(others, start=1)]
         own = super().forward(Batch.of(mine, store.page_size), store.local) if mine else []
-        rows: dict[int, Sequence[float]] = {}
+        rows: dict[int, list[Sequence[float]]] = {}  # by piece
         for share, computed in zip(shares, (own, *([row.tolist() for row in answer()] for answer in answers))):
-            rows.update(zip((i for i in share if pieces[i].wants_logits), computed))
-        return [rows[i] for i in sorted(rows)]
+            left = iter(computed)
+            rows.update((i, list(islice(left, pieces[i].wants_logits))) for i in share)
+        return [row for i in sorted(rows) for row in rows[i]]
 
     def _share_out(self, pieces: Sequence[Piece], store: ParallelStore) -> list[int]:
         """The process of each piece: first the one that lacks the fewest of its pages; then pieces move from the
