@@ -151,9 +151,10 @@ class Backend(ABC):
 
     name: str
 
-    def expect(self, weights: StoredWeights, quantization: QuantizationConfig | None) -> None:
-        """Called before the first matrix is loaded. BackendError if the device has no room for them all."""
-        return  # by default there is room
+    def expect(self, config: ModelConfig, weights: StoredWeights, quantization: QuantizationConfig | None) -> None:
+        """Called before the first matrix is loaded. BackendError if the device has no room for them all, or if this
+        backend would compute the model too roughly."""
+        return  # by default neither is so
 
     @abstractmethod
     def matrix(self, tensor: Tensor | QuantizedTensor, quantization: QuantizationConfig | None,

@@ -90,7 +90,7 @@ class Model:
         self._quantizer = quantization if callable(quantization) else None
         self.quantization = None if callable(quantization) else quantization
         self._importance = importance or {}
-        backend.expect(weights, self.quantization)
+        backend.expect(config, weights, self.quantization)
         self._loaded: dict[tuple[str, ...], Any] = {}  # by names: one tensor, or several stacked, in the backend's form
         self._rows = {name: tensor.shape[0] for name, tensor in weights.items()}
         self.embedding = self._load(weights, "model.embed_tokens.weight")

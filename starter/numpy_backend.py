@@ -82,7 +82,8 @@ class NumpyBackend(Backend):
         return self._floats(table, tokens)
 
     def norm(self, x: Array, gain: Array, epsilon: float) -> Array:
-        return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(epsilon)) * gain
+        squares = np.square(x, dtype=np.float64)  # no square of a float32 overflows in a double
+        return (x / np.sqrt(squares.mean(axis=-1, keepdims=True) + epsilon) * gain).astype(np.float32)
 
     def norm_heads(self, x: Array, gain: Array, epsilon: float) -> Array:
         return self.norm(x.reshape(-1, len(gain)), gain, epsilon).reshape(x.shape)

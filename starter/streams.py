@@ -75,8 +75,8 @@ class Sample(SequenceState):
         self.tokens.append(token)
         self.draws.accept()
         text = self._text.push(token)
-        if sampling.stop and index >= sampling.min_tokens:
-            text, stopped = self._stops.push(text)
+        if sampling.stop:
+            text, stopped = self._stops.push(text, may_end=index >= sampling.min_tokens)
         if stopped or token in self.stream.end_tokens:
             self.finish_reason = "stop"
         elif complete:

@@ -103,6 +103,9 @@ class Edges(unittest.TestCase):
             self.assertEqual(drawn(LOGITS, temperature=5.0, top_p=top_p), {BEST})
         self.assertEqual(drawn(LOGITS, temperature=5.0, top_p=1), set(range(SIZE)))
         quarters = [0.0] * 4
+        weights = [0.5, 0.3, 0.1, 0.1]  # F024: the sum of the first two is less than .8 in doubles
+        for top_p, kept in ((0.5, 1), (0.8, 2), (0.80001, 3), (0.9, 3)):
+            self.assertEqual(drawn(list(map(log, weights)), temperature=1.0, top_p=top_p), set(range(kept)))
         for top_p, kept in ((0.25, 1), (0.2500001, 2), (0.5, 2), (0.75, 3), (0.7500001, 4)):
             self.assertEqual(drawn(quarters, temperature=1.0, top_p=top_p), set(range(kept)))
 

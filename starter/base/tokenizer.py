@@ -42,7 +42,7 @@ TOKENIZER_SHAPE = Record.of(CharacterVocabulary)
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer can do. Subclasses inherit ``decode``."""
+    """What every tokenizer can do. Subclasses inherit ``decode`` and ``bytes_of``."""
 
     vocab_size: int
     bos_token: int | None
@@ -55,6 +55,11 @@ class Tokenizer(Protocol):
 
     def stream(self) -> TextStream:
         """A decoder of one text, token by token."""
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token adds within a text, in UTF-8, even if that is a part of a character; b"" for a token of
+        beginning or end of sequence. RequestError for a token outside the vocabulary."""
+        return self.stream().bytes_of(token)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Tokens -> text; the tokens of beginning and end of sequence add none. RequestError for a token outside the
@@ -82,11 +87,8 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that this token completes, perhaps none; never a part of a character."""
-        pieces = self._opening if self._previous in self._before_text else self._shown
-        if not 0 <= token < len(pieces):
-            raise RequestError(f"token {token} is outside the vocabulary; allowed: 0 to {len(pieces) - 1}")
+        piece = self._piece(self._opening if self._previous in self._before_text else self._shown, token)
         self._previous = token
-        piece = pieces[token]
         if isinstance(piece, str):
             if not self._begun:  # as nearly always
                 return piece
@@ -95,6 +97,17 @@ class TextStream:
         text, used = utf_8_decode(added, "replace")  # as far as characters are complete
         self._begun = added[used:]
         return text
+
+    def bytes_of(self, token: int) -> bytes:
+        """See ``Tokenizer.bytes_of``."""
+        piece = self._piece(self._shown, token)
+        return piece.encode() if isinstance(piece, str) else piece
+
+    @staticmethod
+    def _piece(pieces: Sequence[str | bytes], token: int) -> str | bytes:
+        if not 0 <= token < len(pieces):
+            raise RequestError(f"token {token} is outside the vocabulary; allowed: 0 to {len(pieces) - 1}")
+        return pieces[token]
 
     def finish(self) -> str:
         """What was held back: "" or, for bytes that never became a character, U+FFFD."""

@@ -146,6 +146,13 @@ class KernelTest(KernelCase):
                     self.check(device, "blocks", self.kernels.norm, (4, heads), [wide, device.put(gain), 1e-3],
                                wanted.reshape(x.shape))
 
+    def test_norm_of_numbers_whose_squares_are_no_float(self) -> None:
+        x = self.np.array([[2e19, -3e19, 1e18], [3e38, 3e38, -3e38]], self.np.float32)
+        gain = self.np.ones(3, self.np.float32)
+        wanted = x / self.np.sqrt((x.astype(float) ** 2).mean(axis=1, keepdims=True))
+        for device in self.devices:
+            self.check(device, "blocks", self.kernels.norm, (2, 1), [device.put(x), device.put(gain), 1e-3], wanted)
+
     def test_best_tokens(self) -> None:
         """Of equals, the lowest number, wherever in a block's stride it is."""
         np = self.np

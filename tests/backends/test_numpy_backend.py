@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import tracemalloc
 import unittest
+import warnings
 from array import array
+from math import fsum, nan, sqrt
 from typing import Any
 
 from starter import InferenceEngine, load_backend, load_scenario
@@ -77,6 +79,39 @@ class NumpyBackendTest(unittest.TestCase):
             exact = row.astype(np.float64) / np.sqrt((row.astype(np.float64) ** 2).mean() + 1e-5) * gain
             for found in (backend.norm(row[None], gain, 1e-5)[0], expected):
                 np.testing.assert_allclose(found, exact, rtol=2e-6, atol=1e-7)
+
+    def test_numbers_whose_squares_are_no_float(self) -> None:
+        """F085: the norm of such a row is a number like any other, alone and beside others, without a warning."""
+        import numpy as np
+
+        from starter.numpy_backend import NumpyBackend
+        rows = [[2e19, -3e19, 1e18, 0.0], [3e38, 3e38, -3e38, 1e30], [1.0, 2.0, 3.0, 4.0], [nan, 1.0, 1.0, 1.0]]
+        exact = [[x / sqrt(fsum(y * y for y in row) / 4 + 1e-5) * 2.0 for x in row] for row in rows]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for backend in (load_backend("numpy"), NumpyBackend()):
+                gain = np.full(4, 2.0, np.float32)
+                together = backend.norm(np.array(rows, np.float32), gain, 1e-5)
+                for row, wanted, found in zip(rows, exact, together):
+                    alone = backend.norm(np.array([row], np.float32), gain, 1e-5)
+                    for normed in (alone[0], found):
+                        np.testing.assert_allclose(normed, wanted, rtol=2e-6)
+                        self.assertEqual(normed.dtype, np.float32)
+
+    def test_the_callers_numbers_may_change_afterwards(self) -> None:
+        """F070: also those of a large matrix; every backend has its own."""
+        for name in ("reference", "cpu", "numpy"):
+            for rows in (4, 9000):
+                if rows * 64 >= 2**18 or name == "numpy":
+                    values = array("f", [1.0]) * (rows * 64)
+                    backend = load_backend(name)
+                    matrix = backend.matrix(Tensor((rows, 64), values), None)
+                    gain = array("f", values[:64])
+                    vector = backend.vector(Tensor((64,), gain))
+                    gain[:] = array("f", [0.0]) * 64
+                    values[:] = array("f", [0.0]) * len(values)
+                    self.assertEqual({x for row in backend.rows(matrix)[:3] for x in row}, {1.0}, (name, rows))
+                    self.assertEqual(backend.to_lists([vector]), [[1.0] * 64])
 
     def test_looking_up_tokens_copies_no_table(self) -> None:
         """That of a real model has 100 MB and more, and every step looks tokens up."""
@@ -207,6 +242,27 @@ class Int8PagesTest(unittest.TestCase):
             piece = Piece([1, 2, 0, 1, 2, 0], 0, (3, 2), wants_logits=True)
             rows.append(model.forward(Batch.of([piece], 4), store))
         self.assertEqual(*rows)
+
+    def test_prompts_in_chunks(self) -> None:
+        """F083: whole or a token at a time. A product's last bit may decide between two codes; then logits part by more
+        than those of float pages, but stay near."""
+        backend, dice, apart = load_backend("numpy"), random.Random(1), []
+        for seed in range(60):
+            config = random_config(dice)
+            model, page = Model(config, seeded_weights(config, seed), backend), dice.choice((4, 8))
+            prompt = dice.choices(range(config.vocab_size), k=dice.randint(page + 1, 30))
+            rows = []
+            for chunk in (1, len(prompt)):
+                store, tables = model.new_store(8, page, "int8"), range(8)
+                for start in range(0, len(prompt), chunk):
+                    end = start + chunk
+                    last = model.forward(Batch.of([Piece(prompt[start:end], start, tables, True)], page), store)
+                    for full in range(start // page, end // page):
+                        store.drop_tail(full)
+                rows.append(list(last[0]))
+            apart.append(max(abs(a - b) for a, b in zip(*rows)))
+        self.assertLess(max(apart), 1e-3)
+        self.assertLess(sorted(apart)[len(apart) // 2], 1e-5)
 
     def test_served_from_int8_pages(self) -> None:
         """Nearly the tokens of float pages: a long output may part, most do not."""

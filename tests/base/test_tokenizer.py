@@ -91,6 +91,13 @@ class CharacterTokenizerTest(unittest.TestCase):
         self.assertEqual(self.tokenizer.decode([0, 1, 3, 2, 4, 5, 6, 7, 2]), "ab 世\n")
         self.assertEqual(streamed(self.tokenizer, [1, 3, 2, 6]), ["", "a", "", "世", ""])
 
+    def test_the_bytes_of_a_token(self) -> None:
+        """F065."""
+        self.assertEqual([self.tokenizer.bytes_of(token) for token in (1, 3, 6)], [b"", b"a", "世".encode()])
+        for token in (-1, 8):
+            with self.assertRaisesRegex(RequestError, f"token {token} is outside the vocabulary"):
+                self.tokenizer.bytes_of(token)
+
     def test_beginning_of_sequence_stands_once(self) -> None:  # K061
         for text, bos, wanted in (("ab", False, [3, 4]), ("ab", True, [1, 3, 4]), ("<s>ab", False, [1, 3, 4]),
                                   ("<s>ab", True, [1, 3, 4]), ("<s><s>ab", True, [1, 3, 4]), ("", True, [1]),

@@ -63,7 +63,7 @@ class CudaBackend(Backend):
     def __reduce__(self) -> Any:
         raise BackendError("backend 'cuda' lives in one process, as its arrays do; take workers=1")
 
-    def expect(self, weights: StoredWeights, quantization: QuantizationConfig | None) -> None:
+    def expect(self, config: ModelConfig, weights: StoredWeights, quantization: QuantizationConfig | None) -> None:
         self.memory.plan({"weights": sum(
             bytes_of(tensor, quantization, self.dtype) if len(tensor.shape) == 2 else 4 * tensor.shape[0]
             for tensor in weights.values())})

@@ -45,8 +45,8 @@ class FastNumpyBackend(NumpyBackend):
             return PackedMatrix(tensor)
         if quantization:
             return PackedMatrix(quantize(tensor.rows(), quantization, importance))
-        turned = np.frombuffer(tensor.values, dtype=np.float32).reshape(tensor.shape).T
-        return turned if turned.size >= LARGE else turned.copy()
+        turned = np.frombuffer(tensor.values, dtype=np.float32).reshape(tensor.shape).T  # a view: the caller's
+        return turned.copy("F" if turned.size >= LARGE else "C")
 
     def _floats(self, matrix: Any, rows: Any = slice(None)) -> Array:
         if isinstance(matrix, PackedMatrix):
@@ -59,7 +59,10 @@ class FastNumpyBackend(NumpyBackend):
         return store(model.layers, model.kv_heads, model.head_width, num_pages, page_size)
 
     def norm(self, x: Array, gain: Array, epsilon: float) -> Array:
-        scale = (x * x).dot(_averaging(len(gain)))                                  # mean of the squares, [T, 1]
+        with np.errstate(over="ignore"):
+            scale = (x * x).dot(_averaging(len(gain)))                              # mean of the squares, [T, 1]
+        if np.isinf(scale).any():  # the square of a number from 1.8e19 on is beyond a float32
+            return super().norm(x, gain, epsilon)
         if len(x) == 1:  # a number is faster than an array of one
             return x * (gain * np.float32(1.0 / sqrt(scale.item() + epsilon)))
         scale += epsilon
