@@ -4,6 +4,8 @@
 
 The steps come in this fixed order, each on the result of the one before. Edges, each a test in tests/test_sampling.py:
 
+    equals              top_k keeps exactly k tokens, top_p the fewest: of equals those with the lowest numbers stay
+    border              a sum within BORDER of top_p has reached it, a weight within BORDER of min_p is kept
     temperature 0       greedy; among equal maxima the lowest token number wins
     temperature tiny    safe: logits are divided after the maximum was subtracted, so nothing overflows
     top_k 0 or >= V     keeps all; 1 equals greedy, ties included
@@ -32,6 +34,8 @@ from typing import Any, NamedTuple, Protocol
 
 from .errors import BackendError
 from .schema import SamplingParams
+
+BORDER = 1e-9  # relative: above the rounding of sums of a vocabulary (1e-11), below that of logits in float32 (6e-8)
 
 
 class Choice(NamedTuple):
@@ -204,10 +208,10 @@ def kept_tokens(logits: Sequence[float], highest: float, params: SamplingParams)
     if params.top_k:
         weights = weights[:params.top_k]
     if params.top_p < 1.0:
-        goal = params.top_p * sum(weight for _, weight in weights)
+        goal = params.top_p * sum(weight for _, weight in weights) * (1.0 - BORDER)
         reached = list(accumulate(weight for _, weight in weights))
         weights = weights[:1 + sum(total < goal for total in reached[:-1])]
-    return [pair for pair in weights if pair[1] >= params.min_p]
+    return [pair for pair in weights if pair[1] >= params.min_p * (1.0 - BORDER)]
 
 
 # ------------------------------------------------------------------------------------------------------ where text ends
@@ -226,13 +230,15 @@ class StopStrings:
         self._stops = tuple(stops)
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """More text -> what may be shown now, and whether a stop string is complete, with which the text ends."""
+    def push(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
+        """More text -> what may be shown now, and whether a stop string is complete, with which the text ends. Unless
+        ``may_stop``, this text completes none, but may begin one that a later text completes."""
         if not self._stops:
             return text, False
-        text = self._held + text
-        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if ends:
+        known, text = len(self._held), self._held + text
+        ends = [(at + len(stop), at) for stop in self._stops
+                if (at := text.find(stop, max(0, known - len(stop) + 1))) >= 0]
+        if ends and may_stop:
             self._held = ""
             return text[:min(ends)[1]], True  # the cut
         keep = max(self._overlap(text, stop) for stop in self._stops)

@@ -105,11 +105,16 @@ class SamplingParams:
     seed         of this request's own generator; None derives it from the engine's seed and the request id
     logit_bias   (token, number) pairs added to the logits, kept sorted; a mapping is accepted
     repetition_penalty, presence_penalty, frequency_penalty    see ``sampling.adjust``
-    min_tokens   no end-of-sequence token, stop token or stop string ends the text before this many tokens
+    min_tokens   no end-of-sequence token, stop token or stop string ends the text before this many tokens; a stop
+                 string that a later token completes ends it, and is not shown, wherever it began (as in vLLM)
     ignore_eos   end-of-sequence tokens are tokens like any other
     stop         strings that end the text and are not part of it, kept as a tuple
     logprobs     how many of the likeliest tokens each event lists; None lists none
     n            samples of one prompt; they share its pages
+
+    Order: bias, penalties, min_tokens, temperature, then top_k, top_p, min_p, each on what the one before has left. Of
+    equally likely tokens at the edge of top_k or top_p those with the lowest numbers stay. At the borders of top_p and
+    min_p a relative 1e-9 counts as nothing: probabilities of .5 and .3 reach a top_p of .8, though rounded to less.
     """
 
     temperature: Annotated[float, Number(0.0, 1e6)] = 0.0
