@@ -5,11 +5,12 @@
 The steps come in this fixed order, each on the result of the one before; it is that of transformers, while vLLM takes
 min_p before top_k and top_p. Edges, each a test in tests/test_sampling.py:
 
+    equals              top_k keeps exactly k tokens, top_p the fewest: of equals those with the lowest numbers stay
+    border              a sum within BORDER of top_p has reached it, a weight within BORDER of min_p is kept
     temperature 0       greedy; among equal maxima the lowest token number wins
     temperature tiny    safe: logits are divided after the maximum was subtracted, so nothing overflows
     top_k 0 or >= V     keeps all; 1 equals greedy, ties included
-    top_p 0 or tiny     keeps the likeliest token; 1 keeps all; reached within 1e-9, so .5 + .3 reach .8
-    ties at an edge     of equals the lowest token numbers are kept (transformers' top_k keeps all of them)
+    top_p 0 or tiny     keeps the likeliest token; 1 keeps all
     min_p 1             keeps the likeliest token and its equals
     NaN in the logits   BackendError: the request ends with an error, never with a silent token 0
     +inf, or all -inf   BackendError: no distribution exists
@@ -35,7 +36,7 @@ from typing import Any, NamedTuple, Protocol
 from .errors import BackendError
 from .schema import SamplingParams
 
-TOP_P_TOLERANCE = 1e-9  # more than sums of doubles round, less than a difference that was meant
+BORDER = 1e-9  # relative: above the rounding of sums of a vocabulary (1e-11), below that of logits in float32 (6e-8)
 
 
 class Choice(NamedTuple):
@@ -217,10 +218,10 @@ def kept_tokens(logits: Sequence[float], highest: float, params: SamplingParams)
     if params.top_k:
         weights = weights[:params.top_k]
     if params.top_p < 1.0:
-        goal = (params.top_p - TOP_P_TOLERANCE) * sum(weight for _, weight in weights)
+        goal = params.top_p * sum(weight for _, weight in weights) * (1.0 - BORDER)
         reached = list(accumulate(weight for _, weight in weights))
         weights = weights[:1 + sum(total < goal for total in reached[:-1])]
-    return [pair for pair in weights if pair[1] >= params.min_p]
+    return [pair for pair in weights if pair[1] >= params.min_p * (1.0 - BORDER)]
 
 
 # ------------------------------------------------------------------------------------------------------ where text ends
@@ -239,7 +240,7 @@ class StopStrings:
         self._stops = tuple(stops)
         self._held = ""
 
-    def push(self, text: str, may_end: bool = True) -> tuple[str, bool]:
+    def push(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
         """More text -> what may be shown now, and whether a stop string is complete, with which the text ends. One that
         is completed where the text may not end is text like any other."""
         if not self._stops:
@@ -247,7 +248,7 @@ class StopStrings:
         held, text = len(self._held), self._held + text  # one that ends within what is held was not to end the text
         ends = [(at + len(stop), at) for stop in self._stops
                 if (at := text.find(stop, max(held - len(stop) + 1, 0))) >= 0]
-        if ends and may_end:
+        if ends and may_stop:
             self._held = ""
             return text[:min(ends)[1]], True  # the cut
         keep = max(self._overlap(text, stop) for stop in self._stops)

@@ -100,20 +100,23 @@ class SamplingParams:
 
     temperature  0 is greedy (the first of equal maxima); larger flattens the distribution
     top_k        keep the k likeliest tokens; 0 keeps all
-    top_p        of these, the fewest whose probabilities reach p, within 1e-9 (Holtzman et al. 2020); 1 keeps all
-    min_p        of these, drop those less likely than min_p times the likeliest; 0 drops none. Of equal tokens at an
-                 edge, the lowest numbers are kept
+    top_p        keep the fewest likeliest tokens whose probabilities reach p (Holtzman et al. 2020); 1 keeps all
+    min_p        drop tokens less likely than min_p times the likeliest; 0 drops none
     seed         of this request's own generator; None derives it from the engine's seed and the request id
     logit_bias   (token, number) pairs added to the logits, kept sorted; a mapping is accepted
     repetition_penalty, presence_penalty, frequency_penalty    see ``sampling.adjust``
     min_tokens   no end-of-sequence token, stop token or stop string ends the text before this many tokens; a stop
-                 string that is completed later ends it where that string begins
+                 string that a later token completes ends it, and is not shown, wherever it began (as in vLLM)
     ignore_eos   end-of-sequence tokens are tokens like any other
     stop         strings that end the text and are not part of it, kept as a tuple
     logprobs     how many of the likeliest tokens each event lists; None lists none
     prompt_logprobs    how many of the likeliest tokens are listed at each position of the prompt, beside its own token
                  (``Result.prompt_logprobs``); such a prompt is computed whole, without shared pages. None: nothing
     n            samples of one prompt; they share its pages
+
+    Order: bias, penalties, min_tokens, temperature, then top_k, top_p, min_p, each on what the one before has left. Of
+    equally likely tokens at the edge of top_k or top_p those with the lowest numbers stay. At the borders of top_p and
+    min_p a relative 1e-9 counts as nothing: probabilities of .5 and .3 reach a top_p of .8, though rounded to less.
     """
 
     temperature: Annotated[float, Number(0.0, 1e6)] = 0.0

@@ -76,7 +76,7 @@ class Sample(SequenceState):
         self.draws.accept()
         text = self._text.push(token)
         if sampling.stop:
-            text, stopped = self._stops.push(text, may_end=index >= sampling.min_tokens)
+            text, stopped = self._stops.push(text, may_stop=index >= sampling.min_tokens)
         if stopped or token in self.stream.end_tokens:
             self.finish_reason = "stop"
         elif complete:
@@ -101,7 +101,7 @@ class Sample(SequenceState):
 
     def _rest(self) -> str:
         """Text that was held back: an incomplete character, or what might have become a stop string."""
-        text, stopped = self._stops.push(self._text.finish())
+        text, stopped = self._stops.push(self._text.finish(), self.delivered > self.request.sampling.min_tokens)
         return text if stopped else text + self._stops.finish()
 
 

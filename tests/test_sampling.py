@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import exp, fsum, inf, log, nan
 
 from starter.errors import BackendError, RequestError
-from starter.sampling import Choice, Draws, adjust, choose_token, kept_tokens
+from starter.sampling import BORDER, Choice, Draws, adjust, choose_token, kept_tokens
 from starter.schema import SamplingParams
 
 LOGITS = [0.5, 2.0, -1.0, 2.0, 1.25, -3.0, 0.0, 1.9]
@@ -27,7 +27,8 @@ def drawn(logits, draws=300, **params) -> set[int]:
 
 
 def exact(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> dict[int, float]:
-    """Token -> probability, from the definitions in SamplingParams, a filter at a time, renormalized after each."""
+    """Token -> probability, from the definitions in SamplingParams, a filter at a time, renormalized after each.
+    (The random cases here stay away from the borders; ``test_borders`` is about them.)"""
     def normalized(pairs):
         total = fsum(weight for _, weight in pairs)
         return [(token, weight / total) for token, weight in pairs]
@@ -108,6 +109,48 @@ class Edges(unittest.TestCase):
             self.assertEqual(drawn(list(map(log, weights)), temperature=1.0, top_p=top_p), set(range(kept)))
         for top_p, kept in ((0.25, 1), (0.2500001, 2), (0.5, 2), (0.75, 3), (0.7500001, 4)):
             self.assertEqual(drawn(quarters, temperature=1.0, top_p=top_p), set(range(kept)))
+
+    def kept(self, probabilities, **params) -> list[int]:
+        logits = [log(p) for p in probabilities]
+        return [token for token, _ in kept_tokens(logits, max(logits), SamplingParams(1.0, **params))]
+
+    def test_borders(self) -> None:
+        """Sums by hand: what reaches top_p or min_p exactly has reached it, however it was rounded."""
+        halves = (0.5, 0.3, 0.1, 0.1)
+        for top_p, count in ((0.5, 1), (0.5 + 1e-8, 2), (0.8, 2), (0.8 + 1e-8, 3), (0.8 - 1e-8, 2), (0.9, 3), (1.0, 4)):
+            self.assertEqual(self.kept(halves, top_p=top_p), list(range(count)), top_p)
+        for min_p, count in ((0.2, 4), (0.2 + 1e-8, 2), (0.6, 2), (0.6 + 1e-8, 1), (1.0, 1)):
+            self.assertEqual(self.kept(halves, min_p=min_p), list(range(count)), min_p)
+        for seed in range(500):  # every sum of the likeliest, exact as a fraction
+            dice = random.Random(seed)
+            parts = sorted((dice.randint(1, 20) for _ in range(dice.randint(2, 9))), reverse=True)
+            shifted = [part / sum(parts) * exp(dice.choice((-40.0, 0.0, 40.0))) for part in parts]
+            shifted = [part * shifted[0] / parts[0] for part in parts]  # logits are known up to a constant
+            for count in range(1, len(parts)):
+                top_p = sum(parts[:count]) / sum(parts)
+                self.assertEqual(self.kept(shifted, top_p=top_p), list(range(count)), (seed, count))
+                self.assertEqual(len(self.kept(shifted, top_p=top_p * (1 + 4 * BORDER))), count + 1)
+
+    def test_the_tolerance_lies_between_the_rounding_of_sums_and_of_logits(self) -> None:
+        flat = [1.0] * 150_000  # exact sums are whole numbers
+        self.assertEqual(len(self.kept(flat, top_p=0.3)), 45_000)
+        self.assertLess(150_000 * 2.0**-53, BORDER / 10)
+        self.assertLess(BORDER * 10, 2.0**-24)
+
+    def test_equals(self) -> None:
+        """Of equals the lowest numbers stay, and no more than asked for. (transformers keeps all four that reach the
+        second place.)"""
+        logits = [1.0, 3.0, 2.0, 2.0, 2.0, 0.0]
+        self.assertEqual(kept_tokens(logits, 3.0, SamplingParams(1.0, top_k=2)), [(1, 1.0), (2, exp(-1.0))])
+        self.assertEqual(self.kept([0.2] * 5, top_p=0.4), [0, 1])
+        self.assertEqual(self.kept([0.2] * 5, min_p=1.0), [0, 1, 2, 3, 4])
+
+    def test_order_of_the_filters(self) -> None:
+        """Each works on what the one before has left; other orders would give other sets."""
+        halves = (0.5, 0.3, 0.1, 0.1)
+        self.assertEqual(self.kept(halves, top_p=0.6, min_p=0.5), [0, 1])  # min_p first: 0.5 / 0.8 reaches 0.6
+        self.assertEqual(self.kept(halves, top_k=2, top_p=0.6), [0])  # top_p first: 0.5 does not reach 0.6
+        self.assertEqual(self.kept(halves, top_k=3, top_p=0.9, min_p=0.2), [0, 1, 2])  # 0.8 / 0.9 is less than 0.9
 
     def test_min_p(self) -> None:
         self.assertEqual(drawn(LOGITS, temperature=5.0, min_p=1), {1, 3})

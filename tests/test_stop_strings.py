@@ -5,18 +5,21 @@ from __future__ import annotations
 import random
 import unittest
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 
+from starter.base.tokenizer import CharacterTokenizer, CharacterVocabulary, TextStream
+from starter.engine import InferenceEngine
 from starter.errors import RequestError
 from starter.sampling import StopStrings
 from starter.schema import SamplingParams
-from tests.support import Ask, make_engine, solo
+from tests.support import HEALTHY, Ask, make_engine, solo
 
 
-def definition(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """One character after another; the first that completes a stop string ends the text before it, before the longest
-    if it completes several."""
-    for end in range(1, len(text) + 1):
+def definition(text: str, stops: Sequence[str], after: int = 0) -> tuple[str, bool]:
+    """One character after another; the first, ``after`` so many, that completes a stop string ends the text before it,
+    before the longest if it completes several."""
+    for end in range(after + 1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
             return text[:end - max(map(len, complete))], True
@@ -89,6 +92,26 @@ class PiecesTest(unittest.TestCase):
         self.assertEqual(watcher.push("..as"), ("..", False))
         self.assertEqual((watcher.finish(), watcher.finish()), ("as", ""))
 
+    def test_a_stop_string_that_begins_where_none_may_end(self) -> None:
+        """By hand: nothing of it was shown, and what was complete too early is text like any other."""
+        for stops, early, late, wanted in ((["ab"], "a", "bcd", ""), (["ab"], "ab", "cdab", "abcd"),
+                                           (["aa"], "aa", "a", "a"), (["abc", "b"], "ab", "x", "abx"),
+                                           (["abc", "b"], "ab", "xb", "abx"), (["abc", "b"], "ab", "c", ""),
+                                           (["aba"], "aba", "ba", "ab"), (["b"], "ab", "", "ab")):
+            with self.subTest(stops=stops, early=early, late=late):
+                watcher, seen, stopped = StopStrings(stops), "", False
+                for piece in early:
+                    text, stopped = watcher.push(piece, may_stop=False)
+                    seen += text
+                    self.assertFalse(stopped)
+                for piece in late:
+                    if not stopped:
+                        text, stopped = watcher.push(piece)
+                        seen += text
+                seen += watcher.finish()
+                self.assertEqual((seen, stopped), definition(early + late, stops, len(early)))
+                self.assertEqual(seen, wanted)
+
     def test_without_stop_strings_everything_passes(self) -> None:
         self.assertEqual(self.shown([], ["a", "", "bc"]), ("abc", False))
 
@@ -103,6 +126,14 @@ class PiecesTest(unittest.TestCase):
                 cuts = sorted(dice.choices(range(len(text) + 1), k=dice.randint(0, 6)))  # empty pieces, too
                 pieces = [text[start:end] for start, end in zip((0, *cuts), (*cuts, len(text)))]
                 self.assertEqual(self.shown(stops, pieces), definition(text, stops))
+                early = dice.randint(0, len(text))
+                watcher = StopStrings(stops)
+                seen, stopped = watcher.push(text[:early], may_stop=False)
+                for character in text[early:]:
+                    if not stopped:
+                        more, stopped = watcher.push(character)
+                        seen += more
+                self.assertEqual((seen + watcher.finish(), stopped), definition(text, stops, early))
 
 
 class ParametersTest(unittest.TestCase):
@@ -157,25 +188,31 @@ class EngineTest(unittest.TestCase):
         self.assertEqual(events[-1].finish_reason, "stop")
 
     def test_min_tokens(self) -> None:
-        """Only a later token can complete a stop string; it may have begun before (F066; vLLM does the same)."""
-        early = 0
-        for start, end in combinations(range(5), 2):
+        """Only a later token can complete a stop string, which may have begun before. (Here a token is a letter.)"""
+        begun_before = 0
+        for start, end in combinations(range(6), 2):
             for min_tokens in range(self.LENGTH + 1):
                 stop = self.text[start:end]
                 tokens, texts, reason = self.run_one(self.LENGTH, stop=stop, min_tokens=min_tokens)
-                at = self.text.find(stop, max(min_tokens - len(stop) + 1, 0))
-                self.assertEqual("".join(texts), self.text if at < 0 else self.text[:at], (stop, min_tokens))
-                self.assertEqual(reason, "length" if at < 0 else "stop")
-                self.assertEqual(len(tokens), self.LENGTH if at < 0 else at + len(stop))
-                early += 0 <= at < min_tokens
-        self.assertGreater(early, 0)
+                shown, stopped = definition(self.text, [stop], min_tokens)
+                self.assertEqual("".join(texts), shown, (stop, min_tokens))
+                self.assertEqual(reason, "stop" if stopped else "length")
+                self.assertEqual(len(tokens), len(shown) + (len(stop) if stopped else 0))
+                self.assertGreaterEqual(len(tokens), min_tokens)
+                begun_before += stopped and len(shown) < min_tokens
+        self.assertGreater(begun_before, 10)
 
-    def test_a_stop_string_within_the_beginning_of_another_is_no_end_before_min_tokens(self) -> None:
-        first = self.text[:3]
-        inner, longer = first[1:], first + "?"
-        _, texts, reason = self.run_one(self.LENGTH, stop=[inner, longer], min_tokens=3)
-        self.assertEqual("".join(texts), self.text)
-        self.assertEqual(reason, "length")
+    def test_min_tokens_and_bytes_that_are_no_character(self) -> None:
+        """What the last token leaves incomplete is shown as U+FFFD, a stop string like others, from min_tokens on."""
+        class Bytes(CharacterTokenizer):
+            def stream(self) -> TextStream:
+                return TextStream([b"\xe4"] * 3 + ["x"] + [b"\xe4"] * 16)
+
+        engine = InferenceEngine(replace(HEALTHY, tokenizer=Bytes(CharacterVocabulary("abcdefghijklmnopqrst"))))
+        for min_tokens, wanted in ((0, ""), (1, "\ufffd"), (2, "\ufffd")):
+            name = engine.submit((3,), 1, sampling=SamplingParams(stop="\ufffd", min_tokens=min_tokens))
+            token, = engine.stream(name)
+            self.assertEqual((token.token != 3, token.text, token.finish_reason), (True, wanted, "length"))
 
 
 if __name__ == "__main__":
