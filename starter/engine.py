@@ -27,14 +27,14 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from threading import Condition, RLock, Thread
 from types import TracebackType
-from typing import TYPE_CHECKING, get_args, overload
+from typing import TYPE_CHECKING, Any, get_args, overload
 
 from .backend import Backend
 from .base.fault_kinds import FAULT_SHAPE, Fault
@@ -232,6 +232,15 @@ class InferenceEngine:
             raise RequestError("generate returns one list of tokens for each prompt, so n must be 1; for several "
                                "samples submit each prompt and read engine.result(request_id)")
         return [list(result.tokens) for result in self._results(prompts, max_tokens, sampling, options)]
+
+    def chat(self, messages: str | Sequence[Mapping[str, Any]], max_tokens: int, *,
+             tools: Sequence[Mapping[str, Any]] | None = None, sampling: SamplingParams | None = None,
+             **options: Unpack[SamplingOptions]) -> Result:
+        """Answer a conversation with a checkpoint that can chat: messages with a role ("system", "user", "assistant")
+        and a content, or the user's only message as a text. ``checkpoints/chat.py`` says which errors there are, and
+        how the checkpoint's own template is rendered."""
+        prompt, ends = wing("checkpoints.chat", "a chat").chat_prompt(self.tokenizer, messages, tools)
+        return self.result(self.submit(prompt, max_tokens, stop_tokens=ends, sampling=sampling, **options))
 
     def _results(self, prompts: Sequence[str] | Sequence[Sequence[int]], max_tokens: int,
                  sampling: SamplingParams | None, options: SamplingOptions) -> list[Result]:

@@ -46,6 +46,7 @@ _OFF: dict[str, object] = {"hidden_act": "silu", "attention_bias": False, "mlp_b
                            "use_sliding_window": False, "partial_rotary_factor": 1.0}  # these values change nothing
 _INDEX = MapOf(Text(1, 255))
 MAX_TEMPLATE_BYTES = 1024 * 1024
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def read_hf_checkpoint(folder: str | Path, progress: Progress = lambda text: None) -> Checkpoint:
@@ -55,7 +56,7 @@ def read_hf_checkpoint(folder: str | Path, progress: Progress = lambda text: Non
     ``tokenizers``."""
     folder = Path(folder)
     config = _config(_document(folder / "config.json"), folder)
-    tokenizer = read_folder_tokenizer(folder, config, _chat_template(folder))
+    tokenizer = read_folder_tokenizer(folder, config, *_chat_template(folder))
     weights: dict[str, Tensor] = {}
     for name, tensor in _tensors(folder, progress):
         if not name.endswith("rotary_emb.inv_freq"):  # computed from config.json; older files store it, too
@@ -168,12 +169,17 @@ def _tensors(folder: Path, progress: Progress) -> Iterator[tuple[str, Tensor]]:
         yield from found.items()
 
 
-def _chat_template(folder: Path) -> str | None:
-    """The folder's chat template, from the newer place or the older one."""
+def _chat_template(folder: Path) -> tuple[object, dict[str, str]]:
+    """The folder's chat template, from the newer place or the older one, and the names of tokens that it may use."""
+    path = folder / "tokenizer_config.json"
+    settings = _document(path) if path.is_file() else {}
+    names = {key: settings[key] for key in _NAMED_TOKENS if key in settings}
+    names = {key: name.get("content") if isinstance(name, Mapping) else name for key, name in names.items()}
+    template: object = settings.get("chat_template")
     path = folder / "chat_template.jinja"
     if path.is_file():
         with open_checkpoint(path) as (file, size):
-            return file.read(min(size, MAX_TEMPLATE_BYTES)).decode("utf-8", "replace")
-    path = folder / "tokenizer_config.json"
-    template = _document(path).get("chat_template") if path.is_file() else None
-    return template if isinstance(template, str) else None
+            if size > MAX_TEMPLATE_BYTES:
+                raise SchemaError(f"{path} has {size} bytes; of a template at most {MAX_TEMPLATE_BYTES} are read")
+            template = file.read().decode("utf-8", "replace")
+    return template, {key: name for key, name in names.items() if isinstance(name, str)}

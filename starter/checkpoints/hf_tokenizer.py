@@ -6,8 +6,8 @@ Folders may also hold SentencePiece, the kind of Llama 2, which writes its piece
 as "<0x0A>".
 
 The package encodes. Decoding is done here, by a table of the bytes of each token, so that ``TextStream`` can show whole
-characters as they come. Text never becomes a control token: "<|im_end|>" in a text ends no turn. To build a prompt
-(``chat.py``), ``control_token`` gives the number of a control token.
+characters as they come. Text never becomes a control token: "<|im_end|>" in a text ends no turn. To build a prompt,
+``chat.py`` looks control tokens up in ``control_names``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from starter.base.tokenizer import TextStream, Tokenizer, text_or_bytes, text_start
 from starter.errors import EngineError, SchemaError
@@ -41,21 +41,32 @@ def _package() -> Any:
                           "pip install '.[checkpoints]'") from None
 
 
+class Control(NamedTuple):
+    """A control token: its number, and whether it takes the white space before and behind it."""
+
+    token: int
+    lstrip: bool
+    rstrip: bool
+
+
 class HfTokenizer(Tokenizer):
     """A tokenizer of the package ``tokenizers``."""
 
-    def __init__(self, package_tokenizer: Any, config: ModelConfig, wants_bos: bool, chat_template: str | None = None,
-                 sentencepiece: bool = False) -> None:
-        """``wants_bos``: a text may begin with the model's beginning-of-sequence token. ``sentencepiece``: its pieces
-        are written in SentencePiece's way. SchemaError if there are more tokens than the model has."""
+    def __init__(self, package_tokenizer: Any, config: ModelConfig, wants_bos: bool, chat_template: object = None,
+                 sentencepiece: bool = False, template_names: Mapping[str, str] | None = None) -> None:
+        """``wants_bos``: a text may begin with the model's beginning-of-sequence token. ``chat_template`` as the
+        checkpoint has it, and ``template_names``, the names of tokens that it may use (bos_token, eos_token ...): see
+        ``chat.py``. ``sentencepiece``: its pieces are written in SentencePiece's way. SchemaError if there are more
+        tokens than the model has."""
         self.vocab_size, self.eos_tokens = config.vocab_size, config.eos_tokens
         self.bos_token = config.bos_token if wants_bos else None
-        self.chat_template = chat_template
+        self.chat_template, self.template_names = chat_template, dict(template_names or {})
         self._tokenizer = package_tokenizer
         self._before_text = (None, config.bos_token) if sentencepiece else ()  # a space after these was added by encode
         self._tokenizer.encode_special_tokens = True
         added = self._tokenizer.get_added_tokens_decoder()
-        self._control = {token.content: number for number, token in added.items() if token.special}
+        self.control_names = {token.content: Control(number, token.lstrip, token.rstrip)
+                              for number, token in added.items() if token.special}
         shown = [b""] * self.vocab_size
         for text, token in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if token >= self.vocab_size:
@@ -66,15 +77,18 @@ class HfTokenizer(Tokenizer):
                 shown[token] = text.encode()
         self._shown = list(map(text_or_bytes, shown))
         self._opening = [text_or_bytes(added.removeprefix(b" ")) for added in shown] if self._before_text else ()
-        self._bos_name = next((name for name, token in self._control.items() if token == self.bos_token), "")
+        self._bos_name = next((name for name, control in self.control_names.items() if control.token == self.bos_token),
+                              "")
 
-    def control_token(self, name: str) -> int | None:
-        """The number of a control token such as "<|im_end|>"; None if there is none of that name."""
-        return self._control.get(name)
+    def ordinary(self, text: str) -> list[int]:
+        """Text -> tokens, names of control tokens as text like any other. RequestError for half of a surrogate pair."""
+        text_start(text, "")
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return tokens
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         start = text_start(text, self._bos_name)
-        tokens: list[int] = self._tokenizer.encode(text[start:], add_special_tokens=False).ids
+        tokens = self.ordinary(text[start:])
         return [self.bos_token, *tokens] if self.bos_token is not None and (bos or start) else tokens
 
     def stream(self) -> TextStream:
@@ -130,7 +144,12 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], config: ModelConfig) -> HfT
         add([_package().AddedToken(text, normalized=False, special=kind_of_token == CONTROL)
              for text, given in zip(tokens, types) if given == kind_of_token])
     wants_bos = metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")
-    return HfTokenizer(made, config, wants_bos, metadata.get("tokenizer.chat_template"))
+    names = {f"{name}_token": tokens[number] for name, key in _NAMED.items()
+             if isinstance(number := metadata.get(f"tokenizer.ggml.{key}_token_id"), int) and 0 <= number < len(tokens)}
+    return HfTokenizer(made, config, wants_bos, metadata.get("tokenizer.chat_template"), template_names=names)
+
+
+_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # what templates may name
 
 
 def _list(metadata: Mapping[str, Any], name: str, kind: type) -> list[Any]:
@@ -166,7 +185,8 @@ def _byte_pair(tokens: Sequence[str], merges: Iterable[tuple[str, ...]], pre: st
 # ------------------------------------------------------------------------------------------------- folders
 
 
-def read_folder_tokenizer(folder: Path, config: ModelConfig, chat_template: str | None = None) -> HfTokenizer:
+def read_folder_tokenizer(folder: Path, config: ModelConfig, chat_template: object = None,
+                          template_names: Mapping[str, str] | None = None) -> HfTokenizer:
     """The tokenizer in a folder's tokenizer.json, without truncation and padding. SchemaError for a kind that is
     unknown here."""
     path = folder / "tokenizer.json"
@@ -189,4 +209,4 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig, chat_template: str 
     if around not in ([], [config.bos_token]):
         raise SchemaError(f"{path}: around every text it puts the tokens {around}; only the model's beginning of a "
                           f"sequence, {config.bos_token}, is known")
-    return HfTokenizer(made, config, bool(around), chat_template, steps == _SENTENCEPIECE)
+    return HfTokenizer(made, config, bool(around), chat_template, steps == _SENTENCEPIECE, template_names)

@@ -151,7 +151,13 @@ class Reading(Case):
                                        ("chat_template.jinja", "new", "new")):
             self.write(name, document)
             read_hf_checkpoint(self.folder)
-            self.assertEqual(self.tokenizer.call_args[0][2], wanted)
+            self.assertEqual(self.tokenizer.call_args[0][2:], (wanted, {}))
+        self.write("tokenizer_config.json", {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None,
+                                             "chat_template": [{"name": "default", "template": "x"}]})
+        (self.folder / "chat_template.jinja").unlink()
+        read_hf_checkpoint(self.folder)
+        self.assertEqual(self.tokenizer.call_args[0][2:], ([{"name": "default", "template": "x"}],
+                                                           {"bos_token": "<s>", "eos_token": "</s>"}))
 
 
 class Refusing(Case):
