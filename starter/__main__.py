@@ -1,4 +1,4 @@
-"""``python3 -m starter COMMAND ...``: the commands, each of which belongs to a wing."""
+"""``python3 -m starter COMMAND ...``: the commands, most of which belong to wings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from starter.base.console import EXIT_BAD_INPUT, EXIT_OK, Console, complain, gua
 from starter.base.wings import wing
 
 COMMANDS = {  # name: where its function is, and what it does
+    "chat": ("command.chat:main", "talk with a checkpoint"),
     "replay": ("observe.commands:replay", "run a timeline again and compare event for event"),
     "check": ("observe.commands:check", "prove from a timeline alone that it keeps the promises V1 to V4"),
     "metrics": ("observe.commands:metrics", "print a timeline's metrics, as JSON or for Prometheus"),

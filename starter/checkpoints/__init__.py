@@ -19,6 +19,6 @@ Shared by them:
 
 For other uses:
 
-    chat.py              one turn of a chat as a prompt (ChatML)
+    chat.py              a conversation as a prompt, by the chat template
     quantized_file.py    quantized matrices in a safetensors file, written and read
 """

@@ -33,7 +33,7 @@ def make_parser(description: str | None, program: str = "driver.py") -> argparse
     source.add_argument("--fixture", metavar="FILE", help="scenario to run (JSON), or whose model continues a --prompt")
     source.add_argument("--checkpoint", metavar="PATH", help="GGUF file, folder from Hugging Face, or llama2.c model")
     _add_prompt_options(parser.add_argument_group("prompts"))
-    _add_engine_options(parser.add_argument_group("engine (the default is what the scenario says)"))
+    add_engine_options(parser.add_argument_group("engine (the default is what the scenario says)"))
     output = parser.add_argument_group("output")
     output.add_argument("--manifest-only", action="store_true", help="print the scenario's manifest and stop")
     output.add_argument("--steps", choices=("few", "all", "none"), default="few",
@@ -51,15 +51,21 @@ def _add_prompt_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--prompt", action="append", metavar="TEXT", help="continue this; may be given several times")
     group.add_argument("--chat", action="append", metavar="TEXT",
                        help="answer this, with a checkpoint that can chat; may be given several times")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate: 64 unless less fit")
+    add_sampling_options(group)
+    group.add_argument("--n", type=int, help="samples of each prompt; they share its pages")
+
+
+def add_sampling_options(group: argparse._ArgumentGroup) -> None:
+    """How tokens are chosen, and how many."""
+    group.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate, if so many fit")
     group.add_argument("--temperature", type=float, help="0 (the default) is greedy")
     group.add_argument("--top-k", type=int, help="sample among the K likeliest; 0: among all")
     group.add_argument("--top-p", type=float, help="sample among the likeliest that add up to P")
-    group.add_argument("--n", type=int, help="samples of each prompt; they share its pages")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the text before this")
 
 
-def _add_engine_options(group: argparse._ArgumentGroup) -> None:
+def add_engine_options(group: argparse._ArgumentGroup) -> None:
+    """Backend, forms of weights and pages, and the fields of EngineSettings."""
     group.add_argument("--backend", help="cpu, reference, numpy, cuda or auto; the default is cpu for a scenario, auto "
                                          "for a checkpoint")
     group.add_argument("--device", metavar="NAME", help="of backend cuda: cuda:0 (the default), or cpu, without a GPU")
