@@ -23,9 +23,10 @@ from math import inf
 from threading import TIMEOUT_MAX, Condition, RLock
 from typing import Protocol
 
+from .base.stop_strings import StopStrings
 from .base.tokenizer import TextStream
 from .errors import EngineError, StreamTimeoutError
-from .sampling import Choice, Draws, StopStrings, score
+from .sampling import Choice, Draws, score
 from .schema import Request, TokenEvent, sample_id
 from .sequences import SequenceState
 

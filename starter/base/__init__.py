@@ -7,12 +7,12 @@ Nothing here knows of pages, batches or steps, so you can read the spine without
     rope.py           how fast the rotary embedding turns
     weights.py        the tensors of a model: names, shapes, drawn from a seed, fingerprints
     tokenizer.py      text to tokens and back
+    stop_strings.py   where a text ends that must not hold certain strings
     statistics.py     summaries and histograms of durations
     vectors.py        vectors and matrices that callers pass as sequences of numbers
     tensor_json.py    a quantized tensor as JSON
     fault_kinds.py    what can be made to go wrong on purpose
     console.py        lines, tables and progress on a terminal; exit codes
-    options.py        the driver's options, and which of them go together
     wings.py          how the spine reaches a wing by name
     version.py        the version
 """

@@ -92,7 +92,7 @@ class ConversationTest(unittest.TestCase):
     def test_a_conversation_that_does_not_fit(self) -> None:
         said = self.talk(["x" * 400, "Hi"])
         self.assertRegex(self.out.getvalue(), r"\A\(not answered: the conversation has 419 tokens now; there is room "
-                                              r"for 400 in the pages .* and the model's context of 400; /reset begins anew")
+                                              r"for 400 in the pages .* context of 400; /reset begins anew")
         self.assertEqual([message["content"] for message in said.messages], ["Hi", "aaaa"])
 
     def test_a_text_that_is_no_text(self) -> None:

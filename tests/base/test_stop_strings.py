@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
+from starter.base.stop_strings import StopStrings
 from starter.base.tokenizer import CharacterTokenizer, CharacterVocabulary, TextStream
 from starter.engine import InferenceEngine
 from starter.errors import RequestError
-from starter.sampling import StopStrings
 from starter.schema import SamplingParams
 from tests.support import HEALTHY, Ask, make_engine, solo
 
