@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, Union
 
 from .backend import Batch, Piece
+from .base.fault_kinds import FaultHooks
 from .base.version import __version__
 from .base.wings import wing
 from .errors import (
@@ -133,8 +134,7 @@ class EngineCore:
         return stream
 
     def accept(self, stream: RequestStream) -> None:
-        """Queue the stream of a request that ``check`` has passed. One with max_tokens 0 is not queued: ``end_all``
-        ends it."""
+        """Queue the stream of a request that ``check`` has passed; ``end_all`` ends one with max_tokens 0."""
         first = stream.samples[0]
         self.register(stream)
         self.scheduler.add(first)
@@ -355,21 +355,6 @@ class HasId(Protocol):
 
 
 S = TypeVar("S", bound=HasId)
-
-
-class FaultHooks(Protocol):
-    """Where faults can be injected; implemented by ``workloads/faults.py``."""
-
-    slow: frozenset[str]  # requests whose streams are not read until the end
-
-    def before_step(self) -> None: ...
-
-    def before_forward(self, request_ids: Collection[str]) -> None: ...
-
-    def after_forward(self, request_ids: Sequence[str],
-                      rows: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]: ...
-
-    def end(self) -> None: ...
 
 
 class NoFaults:

@@ -37,10 +37,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, get_args, overload
 
 from .backend import Backend
-from .base.fault_kinds import FAULT_SHAPE, Fault
+from .base.fault_kinds import FAULT_SHAPE, Fault, FaultHooks
 from .base.strict_json import Nullable, describe
 from .base.wings import picture, wing
-from .core import EngineCore, FaultHooks, ModelRunner
+from .core import EngineCore, ModelRunner
 from .errors import (
     BackendError,
     EngineError,
@@ -237,8 +237,7 @@ class InferenceEngine:
              tools: Sequence[Mapping[str, Any]] | None = None, sampling: SamplingParams | None = None,
              **options: Unpack[SamplingOptions]) -> Result:
         """Answer a conversation with a checkpoint that can chat: messages with a role ("system", "user", "assistant")
-        and a content, or the user's only message as a text. ``checkpoints/chat.py`` says which errors there are, and
-        how the checkpoint's own template is rendered."""
+        and a content, or the user's only message as a text. See ``checkpoints/chat.py``, also for the errors."""
         prompt, ends = wing("checkpoints.chat", "a chat").chat_prompt(self.tokenizer, messages, tools)
         return self.result(self.submit(prompt, max_tokens, stop_tokens=ends, sampling=sampling, **options))
 
@@ -361,8 +360,7 @@ class InferenceEngine:
             return replace(stream.status, state="running") if running else stream.status
 
     def metrics(self) -> Metrics:
-        """TTFT, TPOT, utilization and the rest up to now; see ``metrics.py`` for what each means. Milliseconds however
-        long the engine has run, of which the lock is held for a fraction of one."""
+        """TTFT, TPOT, utilization and the rest up to now, see ``metrics.py``. The lock is held for a copy only."""
         with self.lock:
             frozen = self._core.metrics.frozen()
         return frozen.snapshot()

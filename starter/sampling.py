@@ -120,9 +120,7 @@ def choose_token(logits: Sequence[float], params: SamplingParams, draws: Draws, 
     adjusted = adjust(logits, params, prompt, generated, end_tokens)
     best = highest if adjusted is logits else _highest(adjusted, "the adjusted logits")
     token = adjusted.index(best) if params.temperature == 0.0 else _draw(adjusted, best, params, draws)
-    log_sum = _log_sum_exp(logits, highest)
-    return Choice(token, logits[token] - highest - log_sum,
-                  _top_logprobs(logits, highest, log_sum, token, params.logprobs))
+    return _scored(logits, highest, token, params.logprobs)
 
 
 def greedy(logits: Sequence[float]) -> Choice:
@@ -137,9 +135,7 @@ def score(logits: Sequence[float], token: int, number: int) -> Choice:
     """A token that is known, as if it had been chosen: its logprob, and those of the ``number`` likeliest. O(V).
     BackendError if the logits are no distribution."""
     logits = list(logits)
-    highest = _highest(logits, "the logits")
-    log_sum = _log_sum_exp(logits, highest)
-    return Choice(token, logits[token] - highest - log_sum, _top_logprobs(logits, highest, log_sum, token, number))
+    return _scored(logits, _highest(logits, "the logits"), token, number)
 
 
 def _log_sum_exp(logits: Sequence[float], highest: float) -> float:
@@ -158,14 +154,14 @@ def _highest(logits: Sequence[float], what: str) -> float:
     return highest
 
 
-def _top_logprobs(logits: Sequence[float], highest: float, log_sum: float, token: int,
-                  number: int | None) -> tuple[tuple[int, float], ...]:
+def _scored(logits: Sequence[float], highest: float, token: int, number: int | None) -> Choice:
+    log_sum = _log_sum_exp(logits, highest)
     if number is None:
-        return ()
+        return Choice(token, logits[token] - highest - log_sum)
     tokens = nsmallest(number, range(len(logits)), key=lambda other: (-logits[other], other))
-    if token not in tokens:
-        tokens.append(token)
-    return tuple((other, logits[other] - highest - log_sum) for other in tokens if logits[other] > -inf)
+    tokens += [token] * (token not in tokens)
+    return Choice(token, logits[token] - highest - log_sum,
+                  tuple((other, logits[other] - highest - log_sum) for other in tokens if logits[other] > -inf))
 
 
 def adjust(logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], generated: Sequence[int],

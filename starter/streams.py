@@ -23,8 +23,7 @@ from math import inf
 from threading import TIMEOUT_MAX, Condition, RLock
 from typing import Protocol
 
-from .base.stop_strings import StopStrings
-from .base.tokenizer import TextStream
+from .base.tokenizer import StopStrings, TextStream
 from .errors import EngineError, StreamTimeoutError
 from .sampling import Choice, Draws, score
 from .schema import Request, TokenEvent, sample_id
@@ -64,9 +63,8 @@ class Sample(SequenceState):
 
     def scores(self, rows: Sequence[Sequence[float]]) -> list[Choice]:
         """The logprobs of the next tokens of the prompt, from the rows before each of them. Changes nothing."""
-        number = self.request.sampling.prompt_logprobs or 0
         tokens = self.tokens[self.prompt_length - self.unscored:self.prompt_length]
-        return [score(row, token, number) for row, token in zip(rows, tokens)]
+        return [score(row, token, self.request.sampling.prompt_logprobs or 0) for row, token in zip(rows, tokens)]
 
     def add(self, choice: Choice, complete: bool, step: int, time: float) -> TokenEvent:
         """Append a generated token to tokens, text and stream. The sample ends with it if it is ``complete`` (it has

@@ -6,8 +6,7 @@ Nothing here knows of pages, batches or steps, so you can read the spine without
     model_config.py   the sizes of a decoder; how its weights are quantized
     rope.py           how fast the rotary embedding turns
     weights.py        the tensors of a model: names, shapes, drawn from a seed, fingerprints
-    tokenizer.py      text to tokens and back
-    stop_strings.py   where a text ends that must not hold certain strings
+    tokenizer.py      text to tokens and back, token by token as well; stop strings
     statistics.py     summaries and histograms of durations
     vectors.py        vectors and matrices that callers pass as sequences of numbers
     tensor_json.py    a quantized tensor as JSON

@@ -1,9 +1,10 @@
-"""The faults that a scenario, or code, can ask for; ``workloads/faults.py`` makes them happen."""
+"""The faults that a scenario, or code, can ask for, and their hooks; ``workloads/faults.py`` makes them happen."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Union
+from typing import Annotated, Protocol, Union
 
 from starter.base.strict_json import Integer, Nullable, Record, Tagged, Text
 from starter.errors import RequestError
@@ -74,3 +75,21 @@ FAULT_SHAPE = Tagged("kind", {
     "abnormal_release": Record.of(AbnormalRelease), "memory_cut": Record.of(MemoryCut),
     "slow_consumer": Record.of(SlowConsumer),
 })
+
+
+# --------------------------------------------------------------------------------------------- where they strike
+
+
+class FaultHooks(Protocol):
+    """Where faults can be injected; implemented by ``workloads/faults.py``."""
+
+    slow: frozenset[str]  # requests whose streams are not read until the end
+
+    def before_step(self) -> None: ...
+
+    def before_forward(self, request_ids: Collection[str]) -> None: ...
+
+    def after_forward(self, request_ids: Sequence[str],
+                      rows: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]: ...
+
+    def end(self) -> None: ...

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from starter.base.stop_strings import StopStrings
-from starter.base.tokenizer import CharacterTokenizer, CharacterVocabulary, TextStream
+from starter.base.tokenizer import CharacterTokenizer, CharacterVocabulary, StopStrings, TextStream
 from starter.engine import InferenceEngine
 from starter.errors import RequestError
 from starter.schema import SamplingParams
