@@ -70,6 +70,7 @@ REFUSED: Mapping[str, Sequence[Sequence[str]]] = {
                     (*DRIVER, "fixtures/quatrains.json")),
     "observe": ((*DRIVER, FIXTURE, "--trace", "trace.json"), (*DRIVER, FIXTURE, "--report", "report.html"),
                 ("-m", "starter", "check", TIMELINE), ("-m", "starter", "replay", TIMELINE)),
+    "serving": (("-m", "starter", "serve", "--fixture", FIXTURE),),
     "workloads": ((*DRIVER, FAULTY),),
 }
 # Backend "cuda" is refused for want of Warp first, where that is not installed.

@@ -15,6 +15,7 @@ COMMANDS = {  # name: where its function is, and what it does
     "metrics": ("observe.commands:metrics", "print a timeline's metrics, as JSON or for Prometheus"),
     "trace": ("observe.commands:trace", "write a timeline as a Chrome trace, for Perfetto"),
     "report": ("observe.commands:report", "write a timeline as one HTML page that replays it"),
+    "serve": ("serving.command:serve", "answer OpenAI's clients over HTTP"),
     "draw": ("workloads.draw:main", "print a scenario with requests drawn from a seed"),
 }
 

@@ -22,7 +22,7 @@ class CommandsTest(unittest.TestCase):
             for command, (_, summary) in program.COMMANDS.items():
                 self.assertRegex(result.out, rf"\n  {command} +{summary}")
 
-    @needs_wing("observe", "workloads")
+    @needs_wing("observe", "serving", "workloads")
     def test_every_command_exists(self) -> None:
         for command, (place, _) in program.COMMANDS.items():
             with self.subTest(command=command):

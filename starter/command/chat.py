@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from starter.base.console import EXIT_OK, Console, guarded
 from starter.base.wings import wing
 from starter.command.options import add_engine_options, add_sampling_options, check_options, sampling_params
-from starter.command.run import load_checkpoint
+from starter.command.run import load_model
 from starter.engine import InferenceEngine
 from starter.errors import EngineError, RequestError
 from starter.schema import SamplingParams
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("checkpoint", metavar="PATH", help="GGUF file, folder from Hugging Face, or llama2.c model")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
     add_sampling_options(parser.add_argument_group("answers"))
-    add_engine_options(parser.add_argument_group("engine"))
+    add_engine_options(parser)
     parser.set_defaults(fixture=None, prompt=None, chat=["conversation"], n=None, steps="few", manifest_only=False,
                         timeline=None, trace=None, report=None, quiet=False, json=False)
     options = parser.parse_args(arguments)
@@ -50,8 +50,14 @@ def _run(options: argparse.Namespace) -> int:
     check_options(options)
     if options.prefix_sharing is None and options.use_cache is None:
         options.prefix_sharing = True
+    if options.clock != "real":
+        raise RequestError("--clock virtual has no effect on a conversation; leave it out")
     console, sampling = Console(sys.stdout), sampling_params(options)
-    with load_checkpoint(options, console, ROOM) as engine:
+    loaded, settings = load_model(options, console, Console(sys.stderr))
+    pages = -(-min(ROOM, loaded.model.config.max_context) // settings.page_size)
+    if options.num_pages is None and pages > settings.num_pages:
+        settings = settings.override({"num_pages": pages})
+    with InferenceEngine(loaded, settings) as engine:
         engine.start()  # so that an interrupt reaches this thread, which only reads
         chat = Conversation(engine, console, sampling, options.max_tokens, options.system)
         chat.check()

@@ -29,11 +29,9 @@ def make_parser(description: str | None, program: str = "driver.py") -> argparse
     """The parser of a run; ``description`` heads its ``--help``."""
     parser = argparse.ArgumentParser(prog=program, description=description,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--fixture", metavar="FILE", help="scenario to run (JSON), or whose model continues a --prompt")
-    source.add_argument("--checkpoint", metavar="PATH", help="GGUF file, folder from Hugging Face, or llama2.c model")
+    add_model_options(parser, "scenario to run (JSON), or whose model continues a --prompt")
     _add_prompt_options(parser.add_argument_group("prompts"))
-    add_engine_options(parser.add_argument_group("engine (the default is what the scenario says)"))
+    add_engine_options(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--manifest-only", action="store_true", help="print the scenario's manifest and stop")
     output.add_argument("--steps", choices=("few", "all", "none"), default="few",
@@ -45,6 +43,13 @@ def make_parser(description: str | None, program: str = "driver.py") -> argparse
     output.add_argument("--report", metavar="OUT.html", help="write a page that replays the run, step by step")
     output.add_argument("--quiet", action="store_true", help="print nothing but errors")
     return parser
+
+
+def add_model_options(parser: argparse.ArgumentParser, of_fixture: str) -> None:
+    """Which model; one of them must be given."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--fixture", metavar="FILE", help=of_fixture)
+    source.add_argument("--checkpoint", metavar="PATH", help="GGUF file, folder from Hugging Face, or llama2.c model")
 
 
 def _add_prompt_options(group: argparse._ArgumentGroup) -> None:
@@ -64,8 +69,9 @@ def add_sampling_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the text before this")
 
 
-def add_engine_options(group: argparse._ArgumentGroup) -> None:
-    """Backend, forms of weights and pages, and the fields of EngineSettings."""
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """How the model is served: backend, weights, pages, scheduling."""
+    group = parser.add_argument_group("engine (the default is what the scenario says)")
     group.add_argument("--backend", help="cpu, reference, numpy, cuda or auto; the default is cpu for a scenario, auto "
                                          "for a checkpoint")
     group.add_argument("--device", metavar="NAME", help="of backend cuda: cuda:0 (the default), or cpu, without a GPU")
@@ -125,6 +131,16 @@ def _contradictions(options: argparse.Namespace) -> Iterator[str]:
             if getattr(options, name) is not None:
                 yield (f"--{name.replace('_', '-')} has no effect on greedy decoding, which takes the likeliest token; "
                        f"give --temperature above 0, too")
+    yield from _engine_contradictions(options)
+
+
+def check_engine_options(options: argparse.Namespace) -> None:
+    """The same for a program that has the options of model and engine alone."""
+    for problem in _engine_contradictions(options):
+        raise RequestError(problem)
+
+
+def _engine_contradictions(options: argparse.Namespace) -> Iterator[str]:
     if options.quantization == STORED and options.fixture is not None:
         yield "--quantization stored goes with --checkpoint: it keeps the codes that a GGUF file holds"
     if options.use_cache is False:

@@ -24,7 +24,7 @@ from starter.command.printing import (
 )
 from starter.engine import InferenceEngine
 from starter.errors import BackendError, SchemaError
-from starter.model import load_scenario_model, quantization_config
+from starter.model import Loaded, load_scenario_model, quantization_config
 from starter.schema import EngineSettings, QuantizationConfig, Scenario, TokenEvent, load_scenario, sample_id
 from starter.timeline import VirtualClock
 
@@ -138,16 +138,30 @@ def compare(scenario: Scenario, tokens: dict[str, list[int]]) -> dict[str, str]:
     return verdicts
 
 
-def run_prompts(options: argparse.Namespace, console: Console) -> int:
-    """Continue one or several prompts, or answer messages, streaming."""
-    sampling = sampling_params(options)
+def load_model(options: argparse.Namespace, console: Console, notes: Console) -> tuple[Loaded, EngineSettings]:
+    """The model of a fixture or a checkpoint, and the settings that the options ask for. ``console`` shows progress,
+    ``notes`` which backend was chosen."""
     if options.fixture is not None:
         scenario = _load_scenario(options.fixture)
         settings = engine_settings(options, scenario.engine)
-        loaded = load_scenario_model(scenario, _backend(options, "cpu"), _quantization(options, scenario.quantization))
-        engine = InferenceEngine(loaded, settings, _clock(options))
-    else:
-        engine = load_checkpoint(options, console)
+        quantized = _quantization(options, scenario.quantization)
+        return load_scenario_model(scenario, _backend(options, "cpu"), quantized), settings
+    reader = wing("checkpoints.load", "--checkpoint")
+    settings = engine_settings(options, EngineSettings(budget_tokens=64))
+    quantization = STORED if options.quantization == STORED else _quantization(options, None)
+    backend = _backend(options, "auto")
+    with console.working(f"loading {options.checkpoint}") as progress:
+        loaded: Loaded = reader.load_checkpoint_model(options.checkpoint, backend, quantization, progress)
+    if options.backend is None:
+        notes.line(_why(backend.name))
+    return loaded, settings
+
+
+def run_prompts(options: argparse.Namespace, console: Console) -> int:
+    """Continue one or several prompts, or answer messages, streaming."""
+    sampling = sampling_params(options)
+    loaded, settings = load_model(options, console, Console(sys.stderr, options.quiet or options.json))
+    engine = InferenceEngine(loaded, settings, _clock(options))
     with _recorded(engine, options, console), engine:
         samples: dict[str, _Shown] = {}
         for i, prompt in enumerate(options.chat or options.prompt or [""], start=1):
@@ -168,23 +182,6 @@ def run_prompts(options: argparse.Namespace, console: Console) -> int:
     for name, error in failed.items():
         complain(f"error: {name} did not finish: {error}")
     return EXIT_DIFFERS if failed else EXIT_OK
-
-
-def load_checkpoint(options: argparse.Namespace, console: Console, tokens: int = 0) -> InferenceEngine:
-    """An engine for --checkpoint; on standard error, which backend it has if the options do not say. Unless they say
-    --num-pages, the pages hold so many ``tokens``, or the model's whole context, if that is less."""
-    reader = wing("checkpoints.load", "--checkpoint")
-    settings = engine_settings(options, EngineSettings(budget_tokens=64))
-    quantization = STORED if options.quantization == STORED else _quantization(options, None)
-    backend = _backend(options, "auto")
-    with console.working(f"loading {options.checkpoint}") as progress:
-        loaded = reader.load_checkpoint_model(options.checkpoint, backend, quantization, progress)
-    if options.backend is None:
-        Console(sys.stderr, options.quiet or options.json).line(_why(backend.name))
-    pages = -(-min(tokens, loaded.model.config.max_context) // settings.page_size)
-    if options.num_pages is None and pages > settings.num_pages:
-        settings = settings.override({"num_pages": pages})
-    return InferenceEngine(loaded, settings, _clock(options))
 
 
 def _why(backend: str) -> str:

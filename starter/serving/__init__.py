@@ -1,0 +1,24 @@
+"""Wing: an OpenAI-compatible server, on the standard library.
+
+    python3 -m starter serve --fixture fixtures/quatrains.json
+
+What a request is, and what is answered, without a socket:
+
+    problems.py       an error in OpenAI's shape, and which of the engine's errors become which status
+    fields.py         the fields of each body, declared once; which are ignored, and which refused by name
+    completions.py    token events -> a completion object, or the chunks of a stream
+    generation.py     the engine's requests for one body: submitted together, read together, cancelled together
+    api.py            method, path and body -> an answer or a generation
+    openapi.py        the same declarations as an OpenAPI document
+
+How it travels:
+
+    wire.py           HTTP/1.1 as bytes: strict heads, bodies by length or in chunks
+    watch.py          notices clients that go away while their request runs
+    connection.py     one client: request after request, within limits of size and time
+    server.py         all clients: accept, refuse, drain
+    asgi.py           the same API for uvicorn and other ASGI servers
+    command.py        ``python3 -m starter serve``
+
+Read ``api.py`` first. The engine does not know this package.
+"""

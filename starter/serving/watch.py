@@ -1,0 +1,90 @@
+"""Notices clients that go away while their request runs: one thread looks at all of their sockets.
+
+A thread that waits for the engine cannot wait for its socket as well, and a socket that was closed shows it only to
+those who look. Here one selector looks at all, and calls at once what ends the request: its pages are free before the
+next step.
+
+A client that closes only its sending side counts as gone: nothing distinguishes it from one that closed both. One that
+sends its next request early (pipelining) is no longer watched; that it went away shows when an event cannot be sent.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Lock, Thread
+
+_AT_ONCE = getattr(socket, "MSG_DONTWAIT", 0)  # Windows has none; there a readable socket does not block either
+
+
+class Watch:
+    """The thread and its selector; ``close`` ends them."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()  # never taken by a thread that holds the engine's lock
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._ring = socket.socketpair()
+        self._bell.setblocking(False)
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._closed = False
+        self._thread = Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def over(self, client: socket.socket, gone: Callable[[], None]) -> Iterator[None]:
+        """Within the block, call ``gone`` once if the client closes its connection; never after the block."""
+        with self._lock:
+            self._selector.register(client, selectors.EVENT_READ, gone)
+        self._wake()  # not every system's selector sees a new socket while it waits
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._forget(client)
+
+    def _forget(self, client: socket.socket) -> None:
+        with suppress(KeyError, ValueError):  # it went away, and was forgotten then
+            self._selector.unregister(client)
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # it is full of wake-up calls
+            self._ring.send(b"\0")
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                ready = self._selector.select()
+            except OSError:  # a socket was closed just before this call
+                continue
+            for key, _ in ready:
+                if key.fileobj is self._bell:
+                    with suppress(OSError):
+                        self._bell.recv(4096)
+                else:
+                    self._look(key)
+
+    def _look(self, key: selectors.SelectorKey) -> None:
+        with self._lock:
+            if self._selector.get_map().get(key.fileobj) is not key:
+                return  # its block has ended
+            client: socket.socket = key.fileobj  # type: ignore[assignment]
+            try:
+                closed = not client.recv(1, socket.MSG_PEEK | _AT_ONCE)
+            except (BlockingIOError, TimeoutError):
+                return  # a false alarm
+            except OSError:
+                closed = True
+            self._forget(client)
+            if closed:
+                key.data()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        self._wake()
+        self._thread.join()
+        self._selector.close()
+        self._bell.close()
+        self._ring.close()
