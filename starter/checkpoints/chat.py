@@ -98,7 +98,7 @@ class _Chat:
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None) -> None:
         if not isinstance(tokenizer, HfTokenizer) or tokenizer.chat_template is None:
-            raise RequestError("this checkpoint has no chat template; continue a text with --prompt instead")
+            raise RequestError("this model has no chat template; have it continue a text instead")
         self._tokenizer = tokenizer
         self._source = _chosen(tokenizer.chat_template, tools)
         names = sorted(tokenizer.control_names, key=len, reverse=True)  # at one place, the longest counts

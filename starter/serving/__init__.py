@@ -7,6 +7,7 @@ What a request is, and what is answered, without a socket:
     problems.py       an error in OpenAI's shape, and which of the engine's errors become which status
     fields.py         the fields of each body, declared once; which are ignored, and which refused by name
     completions.py    token events -> a completion object, or the chunks of a stream
+    chat.py           the same for a conversation
     generation.py     the engine's requests for one body: submitted together, read together, cancelled together
     api.py            method, path and body -> an answer or a generation
     openapi.py        the same declarations as an OpenAPI document

@@ -4,6 +4,7 @@ library's server and the ASGI application both call ``Api.handle``.
     GET  /health           200 while the engine can serve; 503 when it has stopped. Open without a key
     GET  /v1/models        the model's name and context; /v1/models/NAME: the same of one
     POST /v1/completions   continue prompts, at once or as a stream of server-sent events
+    POST /v1/chat/completions    answer a conversation, with a checkpoint that has a chat template
     POST /tokenize         text -> tokens        POST /detokenize       tokens -> text
     GET  /metrics          for Prometheus        GET  /openapi.json     all of this, as an OpenAPI document
 """
@@ -20,11 +21,14 @@ from urllib.parse import unquote
 from starter.base.wings import wing
 from starter.engine import InferenceEngine
 from starter.errors import EngineError, RequestError
+from starter.serving.chat import ChatWriter
 from starter.serving.completions import DONE, CompletionWriter, sse, to_json, token_text
 from starter.serving.fields import (
+    CHAT,
     COMPLETION,
     DETOKENIZE,
     TOKENIZE,
+    ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
@@ -67,7 +71,7 @@ class Work:
     context manager, so that it ends whatever happens."""
 
     generation: Generation
-    writer: CompletionWriter
+    writer: CompletionWriter | ChatWriter
     streams: bool
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -134,6 +138,7 @@ class Api:
                 (Operation("GET", "/v1/models", "The models: one."), self._models),
                 (Operation("GET", "/v1/models/{model}", "One model."), self._model),
                 (Operation("POST", "/v1/completions", "Continue prompts.", COMPLETION, streams=True), self._complete),
+                (Operation("POST", "/v1/chat/completions", "Answer a conversation.", CHAT, streams=True), self._chat),
                 (Operation("POST", "/tokenize", "Text to tokens.", TOKENIZE), self._tokenize),
                 (Operation("POST", "/detokenize", "Tokens to text.", DETOKENIZE), self._detokenize),
                 (Operation("GET", "/metrics", "For Prometheus.", content_type="text/plain"), self._metrics),
@@ -269,7 +274,29 @@ class Api:
         writer = CompletionWriter(body, prompts, self.engine.tokenizer, name=name, model=self.settings.model,
                                   created=int(time.time()))
         generation = Generation(self.engine, asks, self.settings.seconds)
+        writer.scores = generation.prompt_logprobs
         return Work(generation, writer, body.stream, {"X-Request-Id": name})
+
+    def _chat(self, request: HttpRequest) -> Work:
+        body: ChatBody = parse_body(CHAT, request.body)
+        self._check_model(body.model)
+        chat = wing("checkpoints.chat", "POST /v1/chat/completions")
+        try:
+            tokens, ends = chat.chat_prompt(self.engine.tokenizer, body.messages, **body.chat_template_kwargs)
+        except RequestError as error:
+            raise ApiError(400, f"/messages: {error}", param="messages", code="invalid_value") from None
+        context, most = self.engine.model.config.max_context, body.most
+        if len(tokens) >= context:
+            raise ApiError(400, f"/messages: the conversation has {len(tokens)} tokens, and the context of this model "
+                                f"has room for {context}, the answer included; shorten it", param="messages",
+                           code="context_length_exceeded")
+        name = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
+        room = min(context, self.engine.kv.total_pages * self.engine.kv.page_size) - len(tokens)
+        ask = Ask(name, tokens, max(room, 1) if most is None else most, body.sampling, body.priority,
+                  (*body.stop_token_ids, *ends), body.cache_salt)
+        writer = ChatWriter(body, len(tokens), self.engine.tokenizer, name=name, model=self.settings.model,
+                            created=int(time.time()))
+        return Work(Generation(self.engine, [ask], self.settings.seconds), writer, body.stream, {"X-Request-Id": name})
 
     @staticmethod
     def _where(body: CompletionBody, number: int) -> str:
@@ -294,4 +321,5 @@ class Api:
                                 f"for {context}, the completion included; shorten the prompt", param="prompt",
                            code="context_length_exceeded")
         max_tokens = min(DEFAULT_TOKENS, context - len(tokens)) if wanted is None else wanted
+        max_tokens += body.only_scores  # a prompt is scored when it is computed, and one without an output is not
         return Ask(request_id, tokens, max_tokens, body.sampling, body.priority, body.stop_token_ids, body.cache_salt)

@@ -7,11 +7,12 @@ joined, are the text of the whole object. Nothing here waits or knows a socket.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from starter.base.tokenizer import TextStream, Tokenizer
+from starter.sampling import Choice as Scored
 from starter.schema import TokenEvent
 from starter.serving.fields import CompletionBody
 from starter.serving.problems import ApiError
@@ -51,9 +52,13 @@ class Choice:
     offset: int = 0  # characters in the text so far
     texts: list[str] = field(default_factory=list)
     tokens: int = 0
+    begun: bool = False
     finish_reason: str | None = None
-    logprobs: dict[str, list[Any]] = field(
-        default_factory=lambda: {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []})
+    logprobs: dict[str, list[Any]] = field(default_factory=lambda: _no_logprobs())
+
+
+def _no_logprobs() -> dict[str, list[Any]]:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
 class CompletionWriter:
@@ -63,6 +68,7 @@ class CompletionWriter:
                  model: str, created: int) -> None:
         """``name`` is the id of the answer, ``created`` its time in seconds since 1970."""
         self.name, self._body, self._prompts, self._tokenizer = name, body, prompts, tokenizer
+        self.scores: Callable[[int], Sequence[Scored | None]] = lambda prompt: ()  # its tokens, once it is computed
         self._about = {"id": name, "object": "text_completion", "created": created, "model": model}
         self._choices: list[Choice] = []
         for number, tokens in enumerate(prompts):
@@ -85,15 +91,21 @@ class CompletionWriter:
             raise ApiError(500, f"the request failed: {event.error}", kind="server_error", code="internal_error")
         index = prompt * self._body.n + event.sample
         choice = self._choices[index]
+        if self._body.only_scores:  # the one token was generated for the prompt's sake
+            event = event._replace(token=None, text="", finish_reason=event.finish_reason and "length")
         text, choice.before = choice.before + event.text, ""
         choice.texts.append(text)
         reason = event.finish_reason and FINISH.get(event.finish_reason, event.finish_reason)
         choice.finish_reason = reason
         logprobs = None
-        if event.token is not None:
-            choice.tokens += 1
-            if self._body.logprobs is not None:
-                logprobs = self._logprobs(choice, event.token, event)
+        if self._body.logprobs is not None:
+            logprobs = self._of_prompt(prompt) if self._body.echo and not choice.begun else _no_logprobs()
+            if event.token is not None:
+                self._add_logprobs(logprobs, choice, event.token, event)
+            for key, values in logprobs.items():
+                choice.logprobs[key] += values
+        choice.begun = True
+        choice.tokens += event.token is not None
         chunk = {**self._about, "choices": [{"index": index, "text": text, "logprobs": logprobs,
                                              "finish_reason": reason}]}
         at_end, always = self._body.usage
@@ -101,17 +113,29 @@ class CompletionWriter:
             chunk["usage"] = self.usage if always else None
         return chunk
 
-    def _logprobs(self, choice: Choice, token: int, event: TokenEvent) -> dict[str, list[Any]]:
+    def _add_logprobs(self, lists: dict[str, list[Any]], choice: Choice, token: int, event: TokenEvent) -> None:
+        self._add(lists, token, event.logprob, event.top_logprobs, choice.offset)
+        choice.offset += len(choice.decoder.push(token))
+
+    def _of_prompt(self, prompt: int) -> dict[str, list[Any]]:
+        """The lists of an echoed prompt; its first token has no log-probability."""
+        lists, offset, decoder = _no_logprobs(), 0, self._tokenizer.stream()
+        for token, score in zip(self._prompts[prompt], self.scores(prompt)):
+            logprob, likeliest = (score.logprob, score.top_logprobs) if score else (None, ())
+            self._add(lists, token, logprob, likeliest, offset)
+            offset += len(decoder.push(token))
+        return lists
+
+    def _add(self, lists: dict[str, list[Any]], token: int, logprob: float | None,
+             top_logprobs: Sequence[tuple[int, float]], offset: int) -> None:
         as_number = self._body.return_tokens_as_token_ids
         name = token_text(self._tokenizer, token, as_number)
-        likeliest = {token_text(self._tokenizer, other, as_number): logprob for other, logprob in event.top_logprobs}
-        likeliest.setdefault(name, event.logprob or 0.0)  # the sampled token is always there
-        new: dict[str, list[Any]] = {"tokens": [name], "token_logprobs": [event.logprob], "top_logprobs": [likeliest],
-                                     "text_offset": [choice.offset]}
-        choice.offset += len(choice.decoder.push(token))
-        for key, values in new.items():
-            choice.logprobs[key] += values
-        return new
+        likeliest = {token_text(self._tokenizer, other, as_number): number for other, number in top_logprobs}
+        if logprob is not None:
+            likeliest.setdefault(name, logprob)  # the token itself is always there
+        for key, value in (("tokens", name), ("token_logprobs", logprob), ("text_offset", offset),
+                           ("top_logprobs", None if logprob is None else likeliest)):
+            lists[key].append(value)
 
     def last_chunk(self) -> dict[str, object] | None:
         """The chunk that tells the usage and holds no choice, if it was asked for."""

@@ -11,7 +11,7 @@ asked for is worse than an error.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Union
 
 from starter.base.strict_json import (
@@ -40,19 +40,32 @@ _OF_SAMPLING = SAMPLING_SHAPE.fields
 IGNORED = {  # what these say is of no consequence to what is generated here
     "user": "who asks", "metadata": "labels for the caller's own use", "store": "nothing is stored",
     "service_tier": "there is one", "safety_identifier": "who asks",
+    "parallel_tool_calls": "there are no tools",
     "prompt_cache_key": "prefixes are found by content", "prompt_cache_retention": "prefixes are found by content"}
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {  # values that ask for nothing, and why others are refused
     "suffix": ((), "the model continues a text, it does not fill a gap"),
     "best_of": ((1,), "samples are not ranked; ask for n samples and choose"),
     "use_beam_search": ((False,), "tokens are sampled one by one"),
     "length_penalty": ((1.0,), "it belongs to beam search"),
-    "prompt_logprobs": ((), "log-probabilities of the prompt are not computed"),
+    "prompt_logprobs": ((), "give echo and logprobs to /v1/completions"),
     "prompt_embeds": ((), "prompts are texts or tokens"),
     "response_format": (({"type": "text"},), "the output is free text"),
     "guided_json": ((), "the output is free text"), "guided_regex": ((), "the output is free text"),
     "guided_choice": ((), "the output is free text"), "guided_grammar": ((), "the output is free text"),
     "structured_outputs": ((), "the output is free text"),
-    "messages": ((), "it belongs to chat; give a prompt"),
+    "messages": ((), "it belongs to /v1/chat/completions; give a prompt"),
+    "prompt": ((), "it belongs to /v1/completions; give messages"),
+    "tools": (([],), "calls of tools are not recognized in what the model writes"),
+    "tool_choice": (("none", "auto"), "calls of tools are not recognized in what the model writes"),
+    "functions": (([],), "calls of tools are not recognized in what the model writes"),
+    "function_call": (("none", "auto"), "calls of tools are not recognized in what the model writes"),
+    "modalities": ((["text"],), "the output is text"), "audio": ((), "the output is text"),
+    "prediction": ((), "no output is predicted"), "web_search_options": ((), "nothing is looked up"),
+    "reasoning_effort": ((), "give chat_template_kwargs, if the template has such a variable"),
+    "verbosity": ((), "say it in a message"),
+    "add_generation_prompt": ((True,), "the answer is always a new message of the assistant"),
+    "continue_final_message": ((False,), "the answer is always a new message of the assistant"),
+    "chat_template": ((), "the checkpoint's own is rendered"), "documents": ((), "say it in a message"),
     "truncate_prompt_tokens": ((), "no part of a prompt is dropped silently"),
     "include_stop_str_in_output": ((False,), "a stop string is not part of the text"),
     "skip_special_tokens": ((True,), "special tokens add no text"),
@@ -133,6 +146,75 @@ class Biases(Shape):
 _BIAS = Number(-1e6, 1e6)
 
 
+@dataclass(frozen=True)
+class Messages(Shape):
+    """Messages of a conversation -> dictionaries whose contents are texts. Several parts of text in one message are
+    joined by line ends, as vLLM does; other parts, such as images, are refused."""
+
+    def parse(self, value: object, path: str) -> list[dict[str, Any]]:
+        if not isinstance(value, list) or not value:
+            raise SchemaError(f"expected a list of messages, not {describe(value)}", path)
+        return [self._message(message, pointer(path, i)) for i, message in enumerate(value)]
+
+    def _message(self, message: object, path: str) -> dict[str, Any]:
+        if not isinstance(message, dict):
+            raise SchemaError(f"expected an object with role and content, not {describe(message)}", path)
+        given = {key: value for key, value in message.items() if value not in (None, [], {}) or key == "content"}
+        for key, value in given.items():
+            if key not in _OF_MESSAGE:
+                raise SchemaError(f"unknown field; allowed: {', '.join(_OF_MESSAGE)}", pointer(path, key))
+            if _OF_MESSAGE[key] is not None and not isinstance(value, str) and key != "content":
+                raise SchemaError(f"expected a text, not {describe(value)}", pointer(path, key))
+        if (role := given.get("role")) not in ROLES:
+            raise SchemaError(f"allowed: {', '.join(ROLES)}; not {describe(role)}", pointer(path, "role"))
+        if not (given.get("content") is None and "tool_calls" in given):
+            given["content"] = self._content(given.get("content"), pointer(path, "content"))
+        return given
+
+    @staticmethod
+    def _content(content: object, path: str) -> str:
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(parts, list):
+            raise SchemaError(f"expected a text, or parts of text, not {describe(content)}", path)
+        for i, part in enumerate(parts):
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else part
+                raise SchemaError(f'expected {{"type": "text", "text": ...}}, not {describe(kind)}', pointer(path, i))
+        return "\n".join(part["text"] for part in parts)
+
+    def json_schema(self) -> dict[str, object]:
+        part = {"type": "object", "required": ["type", "text"],
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
+        content = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}, {"type": "null"}]}
+        properties: dict[str, object] = {"role": {"enum": list(ROLES)}, "content": content}
+        properties |= {key: {} if shape is None else {"type": "string"}
+                       for key, shape in _OF_MESSAGE.items() if key not in properties}
+        return {"type": "array", "minItems": 1,
+                "items": {"type": "object", "required": ["role"], "properties": properties}}
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_OF_MESSAGE: Mapping[str, Shape | None] = {  # None: whatever the template understands
+    "role": _TEXT, "content": _TEXT, "name": _TEXT, "tool_call_id": _TEXT, "reasoning_content": _TEXT,
+    "tool_calls": None}
+
+
+@dataclass(frozen=True)
+class Variables(Shape):
+    """An object that is passed on as it is."""
+
+    def parse(self, value: object, path: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise SchemaError(f"expected an object, not {describe(value)}", path)
+        for taken in ("messages", "tools", "add_generation_prompt"):
+            if taken in value:
+                raise SchemaError("is no variable of the template's own", pointer(path, taken))
+        return value
+
+    def json_schema(self) -> dict[str, object]:
+        return {"type": "object"}
+
+
 # ------------------------------------------------------------------------------------------------------ bodies
 
 
@@ -146,11 +228,10 @@ class StreamOptions:
     include_obfuscation: Annotated[bool, Boolean()] = False  # ignored: chunks are not padded
 
 
-@dataclass(frozen=True)
-class CompletionBody:
-    """Of POST /v1/completions. Defaults are OpenAI's: temperature 1, at most 16 tokens or as many as fit."""
+@dataclass(frozen=True, kw_only=True)
+class GenerationBody:
+    """What /v1/completions and /v1/chat/completions have in common. Defaults are OpenAI's: temperature 1."""
 
-    prompt: Annotated[tuple[Union[str, tuple[int, ...]], ...], Prompts()]
     model: Annotated[str | None, Text(1, 4_096)] = None
     max_tokens: Annotated[int | None, Integer(0, in_file=MAX_CONTEXT)] = None
     temperature: Annotated[float, _OF_SAMPLING["temperature"]] = 1.0
@@ -161,8 +242,6 @@ class CompletionBody:
     presence_penalty: Annotated[float, _OF_SAMPLING["presence_penalty"]] = 0.0
     frequency_penalty: Annotated[float, _OF_SAMPLING["frequency_penalty"]] = 0.0
     logit_bias: Annotated[tuple[tuple[int, float], ...], Biases()] = ()
-    logprobs: Annotated[int | None, Integer(0, in_file=1_000)] = None
-    echo: Annotated[bool, Boolean()] = False
     stream: Annotated[bool, Boolean()] = False
     stream_options: Annotated[StreamOptions | None, Record.of(StreamOptions)] = None
     # Further fields, under vLLM's names:
@@ -172,8 +251,6 @@ class CompletionBody:
     ignore_eos: Annotated[bool, Boolean()] = False
     repetition_penalty: Annotated[float, _OF_SAMPLING["repetition_penalty"]] = 1.0
     stop_token_ids: Annotated[tuple[int, ...], ListOf(TOKENS.item, longest=64)] = ()
-    add_special_tokens: Annotated[bool, Boolean()] = True
-    return_tokens_as_token_ids: Annotated[bool, Boolean()] = False
     priority: Annotated[int, Integer(None, in_file=1_000_000)] = 0
     cache_salt: Annotated[str | None, Text(1, 200)] = None
     request_id: Annotated[str | None, Text(1, 100)] = None
@@ -181,23 +258,72 @@ class CompletionBody:
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise SchemaError("goes with stream: true", "/stream_options")
-        if self.echo and self.logprobs is not None:
-            raise SchemaError("logprobs with echo would need those of the prompt, which are not computed; leave out "
-                              "echo or logprobs", "/logprobs")
 
-    @property
-    def sampling(self) -> SamplingParams:
+    def sampling_with(self, **further: Any) -> SamplingParams:
         """For the engine, which counts top_k = -1 (all tokens) as 0."""
         same = ("temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias",
-                "logprobs", "min_p", "min_tokens", "ignore_eos", "repetition_penalty")
+                "min_p", "min_tokens", "ignore_eos", "repetition_penalty")
         options: dict[str, Any] = {name: getattr(self, name) for name in same}
-        return SamplingParams(**options, top_k=max(self.top_k, 0))
+        return SamplingParams(**options, top_k=max(self.top_k, 0), **further)
 
     @property
     def usage(self) -> tuple[bool, bool]:
         """Of a stream: is usage told at its end, and in every chunk?"""
         options = self.stream_options or StreamOptions()
         return options.include_usage, options.include_usage and options.continuous_usage_stats
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionBody(GenerationBody):
+    """Of POST /v1/completions: at most 16 tokens, or as many as fit, unless max_tokens says more."""
+
+    prompt: Annotated[tuple[Union[str, tuple[int, ...]], ...], Prompts()]
+    logprobs: Annotated[int | None, Integer(0, in_file=1_000)] = None
+    echo: Annotated[bool, Boolean()] = False
+    add_special_tokens: Annotated[bool, Boolean()] = True
+    return_tokens_as_token_ids: Annotated[bool, Boolean()] = False
+
+    @property
+    def only_scores(self) -> bool:
+        """Nothing is to be generated: it is the prompt's log-probabilities that are asked for."""
+        return self.echo and self.logprobs is not None and self.max_tokens == 0
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """For the engine. With echo, the prompt's tokens have log-probabilities, too."""
+        return self.sampling_with(logprobs=self.logprobs, prompt_logprobs=self.logprobs if self.echo else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatBody(GenerationBody):
+    """Of POST /v1/chat/completions: as many tokens as fit, unless max_completion_tokens (formerly max_tokens) says
+    less.
+
+    ``top_logprobs`` is how many of the likeliest tokens are listed, with ``logprobs`` true. ``chat_template_kwargs``
+    are variables for the checkpoint's template, such as enable_thinking."""
+
+    messages: Annotated[list[dict[str, Any]], Messages()]
+    max_completion_tokens: Annotated[int | None, Integer(1, in_file=MAX_CONTEXT)] = None
+    logprobs: Annotated[bool, Boolean()] = False
+    top_logprobs: Annotated[int | None, Integer(0, 20)] = None
+    chat_template_kwargs: Annotated[dict[str, Any], Variables()] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise SchemaError("goes with logprobs: true", "/top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise SchemaError("is the former name of max_completion_tokens, and says something else", "/max_tokens")
+
+    @property
+    def most(self) -> int | None:
+        """Tokens of an answer, if that is limited."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """For the engine."""
+        return self.sampling_with(logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
 
 @dataclass(frozen=True)
@@ -218,7 +344,7 @@ class DetokenizeBody:
     model: Annotated[str | None, Text(1, 4_096)] = None
 
 
-COMPLETION, TOKENIZE, DETOKENIZE = map(Record.of, (CompletionBody, TokenizeBody, DetokenizeBody))
+COMPLETION, CHAT, TOKENIZE, DETOKENIZE = map(Record.of, (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody))
 
 
 # ----------------------------------------------------------------------------------------------------- reading

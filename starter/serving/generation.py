@@ -18,6 +18,7 @@ from threading import TIMEOUT_MAX, Event
 
 from starter.engine import InferenceEngine
 from starter.errors import UnknownRequestError
+from starter.sampling import Choice
 from starter.schema import SamplingParams, TokenEvent
 from starter.serving.problems import ApiError
 from starter.streams import TokenStream
@@ -66,6 +67,10 @@ class Generation:
     @property
     def request_ids(self) -> list[str]:
         return [stream.stream.request.request_id for stream in self._streams]
+
+    def prompt_logprobs(self, number: int) -> tuple[Choice | None, ...]:
+        """Of a prompt's own tokens, if they were asked for; complete with its first event."""
+        return self._streams[number].prompt_logprobs
 
     @property
     def ended(self) -> bool:
