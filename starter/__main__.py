@@ -16,6 +16,7 @@ COMMANDS = {  # name: where its function is, and what it does
     "trace": ("observe.commands:trace", "write a timeline as a Chrome trace, for Perfetto"),
     "report": ("observe.commands:report", "write a timeline as one HTML page that replays it"),
     "serve": ("serving.command:serve", "answer OpenAI's clients over HTTP"),
+    "batch": ("serving.batch:batch", "answer a file of requests, in OpenAI's batch format"),
     "draw": ("workloads.draw:main", "print a scenario with requests drawn from a seed"),
 }
 
