@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from urllib.parse import unquote
 
+from starter.base.strict_json import pointer
 from starter.base.wings import wing
 from starter.engine import InferenceEngine
-from starter.errors import EngineError, RequestError
+from starter.errors import EngineError, RequestError, SchemaError
 from starter.serving.completions import DONE, CompletionWriter, sse, to_json, token_text
 from starter.serving.fields import (
     COMPLETION,
@@ -32,7 +33,7 @@ from starter.serving.fields import (
 )
 from starter.serving.generation import Ask, Generation, Numbered
 from starter.serving.openapi import Operation, openapi_document
-from starter.serving.problems import ApiError, of_engine
+from starter.serving.problems import ApiError, of_engine, of_field
 
 DEFAULT_TOKENS = 16  # of a body without max_tokens, as in OpenAI's API
 
@@ -186,7 +187,8 @@ class Api:
         if self.settings.key is None:
             return
         scheme, _, given = authorization.partition(" ")
-        right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self.settings.key.encode())
+        sent = given.strip().encode("latin-1", "replace")  # a header's bytes, as they came
+        right = hmac.compare_digest(sent, self.settings.key.encode())
         if scheme.lower() != "bearer" or not right:
             problem = "the API key is wrong" if authorization else "an API key is needed"
             raise ApiError(401, f"{problem}; send the header Authorization: Bearer KEY", code="invalid_api_key",
@@ -258,6 +260,7 @@ class Api:
     def _complete(self, request: HttpRequest) -> Work:
         body: CompletionBody = parse_body(COMPLETION, request.body)
         self._check_model(body.model)
+        self._check_vocabulary(body)
         prompts = [self._encode(prompt, body.add_special_tokens, self._where(body, i)) if isinstance(prompt, str)
                    else prompt for i, prompt in enumerate(body.prompt)]
         name = f"cmpl-{body.request_id or uuid.uuid4().hex}"
@@ -270,6 +273,20 @@ class Api:
                                   created=int(time.time()))
         generation = Generation(self.engine, asks, self.settings.seconds)
         return Work(generation, writer, body.stream, {"X-Request-Id": name})
+
+    def _check_vocabulary(self, body: CompletionBody) -> None:
+        """ApiError 400 points at the first number that names no token of this model."""
+        size = self.engine.model.config.vocab_size
+        places = [(pointer(self._where(body, i), j), token) for i, prompt in enumerate(body.prompt)
+                  if not isinstance(prompt, str) and max(prompt, default=0) >= size for j, token in enumerate(prompt)]
+        places += [(pointer("/stop_token_ids", i), token) for i, token in enumerate(body.stop_token_ids)]
+        places += [(pointer("/logit_bias", token), token) for token, _ in body.logit_bias]
+        places += [("/logprobs", (body.logprobs or 0) - 1)]
+        for place, token in places:
+            if token >= size:
+                problem = (f"token {token} is outside the vocabulary; allowed: 0 to {size - 1}" if place != "/logprobs"
+                           else f"must be from 0 to {size}, the size of the vocabulary, not {body.logprobs}")
+                raise of_field(SchemaError(problem, place))
 
     @staticmethod
     def _where(body: CompletionBody, number: int) -> str:

@@ -8,8 +8,8 @@ Then:
     curl -N http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
          -d '{"prompt": "春", "max_tokens": 40, "temperature": 0.8, "stream": true}'
 
-SIGTERM and Ctrl-C end it: it accepts no more, ends what runs, and exits with code 0. The second of them cancels what still
-runs. Exit code 2: bad input, said in one line.
+SIGTERM and Ctrl-C end it: it accepts no more, ends what runs, and exits with code 0. The second of them cancels what
+still runs. Exit code 2: bad input, said in one line.
 """
 
 from __future__ import annotations

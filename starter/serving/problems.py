@@ -49,7 +49,7 @@ def of_request(error: RequestError) -> ApiError:
         return ApiError(429, str(error), kind="rate_limit_error", code="rate_limit_exceeded",
                         headers={"Retry-After": str(RETRY_SECONDS)})
     if isinstance(error, CapacityError):
-        return ApiError(400, str(error), param="max_tokens", code="context_length_exceeded")
+        return ApiError(400, f"/max_tokens: {error}", param="max_tokens", code="context_length_exceeded")
     return ApiError(400, str(error), code="invalid_value")
 
 
