@@ -33,7 +33,7 @@ from starter.serving.fields import (
 )
 from starter.serving.generation import Ask, Generation, Numbered
 from starter.serving.openapi import Operation, openapi_document
-from starter.serving.problems import ApiError, of_engine, of_field
+from starter.serving.problems import ApiError, as_api_error, of_field
 
 DEFAULT_TOKENS = 16  # of a body without max_tokens, as in OpenAI's API
 
@@ -84,7 +84,7 @@ class Work:
 
     def failing(self, error: EngineError | ApiError) -> list[bytes]:
         """The last events of one that did not."""
-        return [sse((error if isinstance(error, ApiError) else of_engine(error)).to_dict()), DONE]
+        return [sse(as_api_error(error).to_dict()), DONE]
 
     def stream(self) -> Iterator[bytes]:
         """All server-sent events, as they come."""
@@ -100,12 +100,18 @@ class Work:
         """Wait for the end."""
         try:
             for batch in self.generation.batches():
-                for number, event in batch:
-                    self.writer.add(number, event)
-        except ApiError as error:
-            return Answer.of(error)
-        except EngineError as error:
-            return Answer.of(of_engine(error))
+                self.add(batch)
+        except (EngineError, ApiError) as error:
+            return Answer.of(as_api_error(error))
+        return self.answer()
+
+    def add(self, batch: Sequence[Numbered]) -> None:
+        """Events of an answer that is not streamed. ApiError where a sample failed."""
+        for number, event in batch:
+            self.writer.add(number, event)
+
+    def answer(self) -> Answer:
+        """The answer, once all events were added."""
         if self.generation.cancelled:
             return Answer.of(ApiError(503, "the server shuts down, and the request was cancelled",
                                       kind="server_error", code="shutting_down"))
@@ -149,10 +155,8 @@ class Api:
         allowed = self._cross_origin(request)
         try:
             answer = self._handle(request)
-        except ApiError as error:
-            answer = Answer.of(error)
-        except EngineError as error:
-            answer = Answer.of(of_engine(error))
+        except (EngineError, ApiError) as error:
+            answer = Answer.of(as_api_error(error))
         return replace(answer, headers={**answer.headers, **allowed}) if allowed else answer
 
     def _handle(self, request: HttpRequest) -> Answer | Work:

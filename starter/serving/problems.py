@@ -53,8 +53,10 @@ def of_request(error: RequestError) -> ApiError:
     return ApiError(400, str(error), code="invalid_value")
 
 
-def of_engine(error: EngineError) -> ApiError:
-    """Any error of the engine's family."""
+def as_api_error(error: EngineError | ApiError) -> ApiError:
+    """Any error of the engine's family; an ApiError as it is."""
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, SchemaError):
         return of_field(error)
     if isinstance(error, RequestError):
