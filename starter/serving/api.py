@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from urllib.parse import unquote
 
+from starter.base.strict_json import pointer
 from starter.base.wings import wing
 from starter.engine import InferenceEngine
-from starter.errors import EngineError, RequestError
+from starter.errors import EngineError, RequestError, SchemaError
 from starter.serving.chat import ChatWriter
 from starter.serving.completions import DONE, CompletionWriter, sse, to_json, token_text
 from starter.serving.fields import (
@@ -36,7 +37,7 @@ from starter.serving.fields import (
 )
 from starter.serving.generation import Ask, Generation, Numbered
 from starter.serving.openapi import Operation, openapi_document
-from starter.serving.problems import ApiError, of_engine
+from starter.serving.problems import ApiError, as_api_error, of_field
 
 DEFAULT_TOKENS = 16  # of a body without max_tokens, as in OpenAI's API
 
@@ -87,7 +88,7 @@ class Work:
 
     def failing(self, error: EngineError | ApiError) -> list[bytes]:
         """The last events of one that did not."""
-        return [sse((error if isinstance(error, ApiError) else of_engine(error)).to_dict()), DONE]
+        return [sse(as_api_error(error).to_dict()), DONE]
 
     def stream(self) -> Iterator[bytes]:
         """All server-sent events, as they come."""
@@ -103,12 +104,18 @@ class Work:
         """Wait for the end."""
         try:
             for batch in self.generation.batches():
-                for number, event in batch:
-                    self.writer.add(number, event)
-        except ApiError as error:
-            return Answer.of(error)
-        except EngineError as error:
-            return Answer.of(of_engine(error))
+                self.add(batch)
+        except (EngineError, ApiError) as error:
+            return Answer.of(as_api_error(error))
+        return self.answer()
+
+    def add(self, batch: Sequence[Numbered]) -> None:
+        """Events of an answer that is not streamed. ApiError where a sample failed."""
+        for number, event in batch:
+            self.writer.add(number, event)
+
+    def answer(self) -> Answer:
+        """The answer, once all events were added."""
         if self.generation.cancelled:
             return Answer.of(ApiError(503, "the server shuts down, and the request was cancelled",
                                       kind="server_error", code="shutting_down"))
@@ -153,10 +160,8 @@ class Api:
         allowed = self._cross_origin(request)
         try:
             answer = self._handle(request)
-        except ApiError as error:
-            answer = Answer.of(error)
-        except EngineError as error:
-            answer = Answer.of(of_engine(error))
+        except (EngineError, ApiError) as error:
+            answer = Answer.of(as_api_error(error))
         return replace(answer, headers={**answer.headers, **allowed}) if allowed else answer
 
     def _handle(self, request: HttpRequest) -> Answer | Work:
@@ -191,7 +196,8 @@ class Api:
         if self.settings.key is None:
             return
         scheme, _, given = authorization.partition(" ")
-        right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self.settings.key.encode())
+        sent = given.strip().encode("latin-1", "replace")  # a header's bytes, as they came
+        right = hmac.compare_digest(sent, self.settings.key.encode())
         if scheme.lower() != "bearer" or not right:
             problem = "the API key is wrong" if authorization else "an API key is needed"
             raise ApiError(401, f"{problem}; send the header Authorization: Bearer KEY", code="invalid_api_key",
@@ -263,6 +269,7 @@ class Api:
     def _complete(self, request: HttpRequest) -> Work:
         body: CompletionBody = parse_body(COMPLETION, request.body)
         self._check_model(body.model)
+        self._check_vocabulary(body)
         prompts = [self._encode(prompt, body.add_special_tokens, self._where(body, i)) if isinstance(prompt, str)
                    else prompt for i, prompt in enumerate(body.prompt)]
         name = f"cmpl-{body.request_id or uuid.uuid4().hex}"
@@ -280,6 +287,7 @@ class Api:
     def _chat(self, request: HttpRequest) -> Work:
         body: ChatBody = parse_body(CHAT, request.body)
         self._check_model(body.model)
+        self._check_vocabulary(body)
         chat = wing("checkpoints.chat", "POST /v1/chat/completions")
         try:
             tokens, ends = chat.chat_prompt(self.engine.tokenizer, body.messages, **body.chat_template_kwargs)
@@ -297,6 +305,24 @@ class Api:
         writer = ChatWriter(body, len(tokens), self.engine.tokenizer, name=name, model=self.settings.model,
                             created=int(time.time()))
         return Work(Generation(self.engine, [ask], self.settings.seconds), writer, body.stream, {"X-Request-Id": name})
+
+    def _check_vocabulary(self, body: CompletionBody | ChatBody) -> None:
+        """ApiError 400 points at the first number that names no token of this model."""
+        size = self.engine.model.config.vocab_size
+        places: list[tuple[str, int]] = []
+        if isinstance(body, CompletionBody):
+            places += [(pointer(self._where(body, i), j), token) for i, prompt in enumerate(body.prompt)
+                       if not isinstance(prompt, str) and max(prompt, default=0) >= size
+                       for j, token in enumerate(prompt)]
+        places += [(pointer("/stop_token_ids", i), token) for i, token in enumerate(body.stop_token_ids)]
+        places += [(pointer("/logit_bias", token), token) for token, _ in body.logit_bias]
+        if isinstance(body, CompletionBody):
+            places += [("/logprobs", (body.logprobs or 0) - 1)]
+        for place, token in places:
+            if token >= size:
+                problem = (f"token {token} is outside the vocabulary; allowed: 0 to {size - 1}" if place != "/logprobs"
+                           else f"must be from 0 to {size}, the size of the vocabulary, not {token + 1}")
+                raise of_field(SchemaError(problem, place))
 
     @staticmethod
     def _where(body: CompletionBody, number: int) -> str:

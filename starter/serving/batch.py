@@ -169,8 +169,8 @@ def open_answers(path: Path) -> BinaryIO:
 
 
 def answered(file: BinaryIO, path: Path) -> dict[str, bool]:
-    """The requests that the file answers, and whether with a success. It is left at its end. A last line that was cut off, where a run
-    was killed while it wrote, is removed. SchemaError for a file that is no such file."""
+    """The requests that the file answers, and whether with a success. A last line that was cut off, where a run was
+    killed while it wrote, is removed, and the file is left at its end. SchemaError for a file that is no such file."""
     done: dict[str, bool] = {}
     end = 0
     for number, raw in enumerate(file, start=1):

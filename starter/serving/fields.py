@@ -54,7 +54,6 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {  # values that ask for
     "guided_choice": ((), "the output is free text"), "guided_grammar": ((), "the output is free text"),
     "structured_outputs": ((), "the output is free text"),
     "messages": ((), "it belongs to /v1/chat/completions; give a prompt"),
-    "prompt": ((), "it belongs to /v1/completions; give messages"),
     "tools": (([],), "calls of tools are not recognized in what the model writes"),
     "tool_choice": (("none", "auto"), "calls of tools are not recognized in what the model writes"),
     "functions": (([],), "calls of tools are not recognized in what the model writes"),

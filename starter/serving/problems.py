@@ -49,12 +49,14 @@ def of_request(error: RequestError) -> ApiError:
         return ApiError(429, str(error), kind="rate_limit_error", code="rate_limit_exceeded",
                         headers={"Retry-After": str(RETRY_SECONDS)})
     if isinstance(error, CapacityError):
-        return ApiError(400, str(error), param="max_tokens", code="context_length_exceeded")
+        return ApiError(400, f"/max_tokens: {error}", param="max_tokens", code="context_length_exceeded")
     return ApiError(400, str(error), code="invalid_value")
 
 
-def of_engine(error: EngineError) -> ApiError:
-    """Any error of the engine's family."""
+def as_api_error(error: EngineError | ApiError) -> ApiError:
+    """Any error of the engine's family; an ApiError as it is."""
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, SchemaError):
         return of_field(error)
     if isinstance(error, RequestError):

@@ -28,6 +28,7 @@ class Watch:
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
         self._selector.register(self._bell, selectors.EVENT_READ)
+        self._watched: dict[socket.socket, selectors.SelectorKey] = {}
         self._closed = False
         self._thread = Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -36,7 +37,7 @@ class Watch:
     def over(self, client: socket.socket, gone: Callable[[], None]) -> Iterator[None]:
         """Within the block, call ``gone`` once if the client closes its connection; never after the block."""
         with self._lock:
-            self._selector.register(client, selectors.EVENT_READ, gone)
+            self._watched[client] = self._selector.register(client, selectors.EVENT_READ, gone)
         self._wake()  # not every system's selector sees a new socket while it waits
         try:
             yield
@@ -45,7 +46,7 @@ class Watch:
                 self._forget(client)
 
     def _forget(self, client: socket.socket) -> None:
-        with suppress(KeyError, ValueError):  # it went away, and was forgotten then
+        if self._watched.pop(client, None):  # None: it went away, and was forgotten then
             self._selector.unregister(client)
 
     def _wake(self) -> None:
@@ -67,9 +68,9 @@ class Watch:
 
     def _look(self, key: selectors.SelectorKey) -> None:
         with self._lock:
-            if self._selector.get_map().get(key.fileobj) is not key:
-                return  # its block has ended
             client: socket.socket = key.fileobj  # type: ignore[assignment]
+            if self._watched.get(client) is not key:
+                return  # its block has ended
             try:
                 closed = not client.recv(1, socket.MSG_PEEK | _AT_ONCE)
             except (BlockingIOError, TimeoutError):

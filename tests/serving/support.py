@@ -89,6 +89,9 @@ class ServerCase(unittest.TestCase):
     max_connections = 64
 
     def setUp(self) -> None:
+        self.broken: list[object] = []  # exceptions that ended a thread
+        hook, threading.excepthook = threading.excepthook, lambda arguments: self.broken.append(arguments)
+        self.addCleanup(setattr, threading, "excepthook", hook)
         self.log: list[str] = []
         self.gate = Gate()
         self.serve(engine_of(self.gate, **self.engine_settings))
@@ -106,6 +109,8 @@ class ServerCase(unittest.TestCase):
         self.gate.open.set()
         for client in self.clients:
             client.close()
+        self.assertEqual(self.broken, [])
+        self.assertFalse([line for line in self.log if "Traceback" in line], self.log)
         self.server.drain(5.0)
         self.server.server_close()
         self.engine.close()

@@ -123,10 +123,11 @@ class ChatTest(ServerCase):
             ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages", "has 3.. tokens"),
             ({"tools": [{"type": "function"}]}, "tools", "/tools: is not supported: calls of tools"),
             ({"tool_choice": "required"}, "tool_choice", "not supported"),
-            ({"prompt": "x"}, "prompt", "belongs to /v1/completions"),
+            ({"prompt": "x"}, "prompt", "/prompt: unknown field"),
             ({"top_logprobs": 3}, "top_logprobs", "goes with logprobs: true"),
             ({"logprobs": 3}, "logprobs", "/logprobs"), ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "20"),
             ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "former name"),
+            ({"logit_bias": {"9999": 1}}, "logit_bias", "/logit_bias/9999: token 9999 is outside the vocabulary"),
             ({"response_format": {"type": "json_object"}}, "response_format", "free text"),
             ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "no variable"),
         ):
