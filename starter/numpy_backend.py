@@ -11,6 +11,7 @@ greedy tokens and logits within 1e-4, not equal bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from math import sqrt
 from typing import Any
@@ -78,11 +79,15 @@ class NumpyBackend(Backend):
                                "starter/backends/numpy; leave kv_quantization out")
         return NumpyKVStore(model.layers, model.kv_heads, model.head_width, num_pages, page_size)
 
+    def step(self) -> AbstractContextManager[object]:
+        return np.errstate(over="ignore", invalid="ignore", divide="ignore")  # the sampler refuses what is not finite
+
     def embed(self, table: Any, tokens: Sequence[int]) -> Array:
         return self._floats(table, tokens)
 
     def norm(self, x: Array, gain: Array, epsilon: float) -> Array:
-        return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(epsilon)) * gain
+        squares = np.square(x, dtype=np.float64)  # float32 would end at the square of 1.8e19
+        return (x / np.sqrt(squares.mean(axis=-1, keepdims=True) + epsilon) * gain).astype(np.float32)
 
     def norm_heads(self, x: Array, gain: Array, epsilon: float) -> Array:
         return self.norm(x.reshape(-1, len(gain)), gain, epsilon).reshape(x.shape)

@@ -25,6 +25,7 @@ from starter.errors import BackendError
 from starter.quantization import QuantizedTensor, dequantize
 from starter.schema import ModelConfig, QuantizationConfig
 
+MOST_GROWTH = 2**8  # of normed hidden states from the first layer on: what is small all the same keeps 8 bits of 16
 NUMBERS = {32: "14-bit, float", 24: "int8", 16: "int4"}  # bits of a lane: the weights that it holds
 
 
@@ -83,6 +84,10 @@ class LanesBackend(ReferenceBackend):
         if positions > MOST_POSITIONS:
             raise BackendError(f"the lanes of backend 'cpu' attend over at most {MOST_POSITIONS:,} positions, not "
                                f"{positions:,}; take fewer pages, or backend='reference' or 'numpy'")
+        if bounds and max(layer.share for layer in bounds) > MOST_GROWTH * bounds[0].share:
+            raise BackendError("this model's embeddings are so small beside norm_eps that its keys and values would "
+                               "lose more than 8 of 16 bits in the lanes of backend 'cpu'; take "
+                               "kv_quantization='int8', or backend='reference' or 'numpy'")
         return LanesKVStore(model.layers, model.kv_heads, model.head_width, num_pages, page_size, bounds)
 
     def embed(self, table: Any, tokens: Sequence[int]) -> Rows:
