@@ -56,6 +56,12 @@ class Tokenizer(Protocol):
     def stream(self) -> TextStream:
         """A decoder of one text, token by token."""
 
+    def bytes_of(self, token: int) -> bytes:
+        """What one token adds to a text, in UTF-8: perhaps a part of a character, which ``decode`` can only show as
+        U+FFFD. A control token, such as those of beginning and end of sequence, adds none: b"". A space that is silent
+        where a text begins is there. RequestError for a token outside the vocabulary."""
+        return self.stream().bytes_of(token)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Tokens -> text; the tokens of beginning and end of sequence add none. RequestError for a token outside the
         vocabulary."""
@@ -82,11 +88,8 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that this token completes, perhaps none; never a part of a character."""
-        pieces = self._opening if self._previous in self._before_text else self._shown
-        if not 0 <= token < len(pieces):
-            raise RequestError(f"token {token} is outside the vocabulary; allowed: 0 to {len(pieces) - 1}")
+        piece = self._piece(token, self._opening if self._previous in self._before_text else self._shown)
         self._previous = token
-        piece = pieces[token]
         if isinstance(piece, str):
             if not self._begun:  # as nearly always
                 return piece
@@ -95,6 +98,16 @@ class TextStream:
         text, used = utf_8_decode(added, "replace")  # as far as characters are complete
         self._begun = added[used:]
         return text
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token adds, wherever the text has got to."""
+        piece = self._piece(token, self._shown)
+        return piece.encode() if isinstance(piece, str) else piece
+
+    def _piece(self, token: int, pieces: Sequence[str | bytes]) -> str | bytes:
+        if not 0 <= token < len(pieces):
+            raise RequestError(f"token {token} is outside the vocabulary; allowed: 0 to {len(pieces) - 1}")
+        return pieces[token]
 
     def finish(self) -> str:
         """What was held back: "" or, for bytes that never became a character, U+FFFD."""
