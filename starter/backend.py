@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.util import find_spec
@@ -28,6 +28,7 @@ from operator import add, mul
 from types import MethodType
 from typing import Any, NamedTuple, Union
 
+from .base.kv_bounds import KVBounds as KVBounds
 from .base.weights import StoredWeights, Tensor
 from .base.wings import wing
 from .errors import BackendError, MissingWingError
@@ -137,24 +138,15 @@ Matrix = Any  # [rows, columns], likewise
 Vector = Any  # [columns], likewise
 
 
-@dataclass(frozen=True)
-class KVBounds:
-    """Of one layer: the largest absolute value that each number of a token's key and value can have, [K * d]."""
-
-    keys: Sequence[float]
-    values: Sequence[float]
-
-
 class Backend(ABC):
-    """The operations of the decoder. Four have a default that is right for most backends: ``working_bytes``,
-    ``expect``, ``host_kv_store`` and ``logits``."""
+    """The operations of the decoder. Five have a default that is right for most backends: ``working_bytes``,
+    ``expect``, ``host_kv_store``, ``step`` and ``logits``. What is loaded is copied: a caller may reuse its arrays."""
 
     name: str
 
-    def expect(self, config: ModelConfig, weights: StoredWeights, quantization: QuantizationConfig | None) -> None:
-        """Called before the first matrix is loaded. BackendError if the device has no room for them all, or if this
-        backend would compute the model too roughly."""
-        return  # by default neither is so
+    def expect(self, weights: StoredWeights, quantization: QuantizationConfig | None) -> None:
+        """Called before the first matrix is loaded. BackendError if the device has no room for them all."""
+        return  # by default there is room
 
     @abstractmethod
     def matrix(self, tensor: Tensor | QuantizedTensor, quantization: QuantizationConfig | None,
@@ -188,6 +180,10 @@ class Backend(ABC):
                       kv_quantization: str | None = None) -> KVStore:
         """The same for pages that are swapped out, which a backend with a device of its own keeps in host memory."""
         return self.kv_store(model, num_pages, page_size, bounds, kv_quantization)
+
+    def step(self) -> AbstractContextManager[object]:
+        """Entered for each step, around the operations that follow; by default it does nothing."""
+        return nullcontext()
 
     @abstractmethod
     def embed(self, table: Matrix, tokens: Sequence[int]) -> Hidden:
@@ -311,7 +307,7 @@ class ReferenceBackend(Backend):
     def matrix(self, tensor: Tensor | QuantizedTensor, quantization: QuantizationConfig | None,
                importance: Sequence[float] | None = None) -> Any:
         if isinstance(tensor, QuantizedTensor):
-            return tensor
+            return tensor.copy()
         rows, columns = tensor.shape
         cut = [tensor.values[r * columns:(r + 1) * columns] for r in range(rows)]
         return quantize(cut, quantization, importance) if quantization else cut

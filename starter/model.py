@@ -10,11 +10,10 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
-from math import hypot, sqrt
-from operator import add, mul
 from typing import Any
 
-from .backend import Backend, Batch, KVBounds, Matrix, Piece, Vector, load_backend
+from .backend import Backend, Batch, Matrix, Piece, Vector, load_backend
+from .base.kv_bounds import kv_bounds
 from .base.tokenizer import CharacterTokenizer, Tokenizer
 from .base.weights import (
     StoredWeights,
@@ -90,7 +89,7 @@ class Model:
         self._quantizer = quantization if callable(quantization) else None
         self.quantization = None if callable(quantization) else quantization
         self._importance = importance or {}
-        backend.expect(config, weights, self.quantization)
+        backend.expect(weights, self.quantization)
         self._loaded: dict[tuple[str, ...], Any] = {}  # by names: one tensor, or several stacked, in the backend's form
         self._rows = {name: tensor.shape[0] for name, tensor in weights.items()}
         self.embedding = self._load(weights, "model.embed_tokens.weight")
@@ -101,7 +100,7 @@ class Model:
                      for field, names in LAYER_NAMES.items()})
             for i in range(config.layers)]
         self._frequencies = config.rope_frequencies
-        self.kv_bounds = [kv_bounds(config, weights, f"model.layers.{i}.") for i in range(config.layers)]
+        self.kv_bounds = kv_bounds(config, weights)
 
     def _load(self, weights: StoredWeights, *names: str) -> Any:
         if names[0] not in weights:  # this architecture has no such tensor: check_weights found all that it has
@@ -121,23 +120,24 @@ class Model:
         [vocab_size] of each row in ``batch.logit_rows``. The pages behind the batch must be reserved."""
         b, config = self.backend, self.config
         q_width, kv_width, ffn_width = config.q_width, config.kv_width, config.ffn_width
-        x = b.embed(self.embedding, batch.tokens)                                    # [T, width]
-        for i, layer in enumerate(self.layers):
-            h = b.norm(x, layer.attention_norm, config.norm_eps)
-            q, k, v = b.split(b.linear(layer.qkv, h, layer.qkv_bias), (q_width, kv_width, kv_width))
-            if config.qk_norm:
-                q = b.norm_heads(q, layer.query_norm, config.norm_eps)
-                k = b.norm_heads(k, layer.key_norm, config.norm_eps)
-            q = b.rotate(q, batch.positions, self._frequencies)
-            k = b.rotate(k, batch.positions, self._frequencies)
-            x = b.add(x, b.linear(layer.output, b.attend(q, k, v, i, store, batch)))
-            h = b.norm(x, layer.ffn_norm, config.norm_eps)
-            gate, up = b.split(b.linear(layer.gate_up, h), (ffn_width, ffn_width))
-            x = b.add(x, b.linear(layer.down, b.swiglu(gate, up)))
-        if not batch.logit_rows:
-            return []
-        last = b.norm(b.pick(x, batch.logit_rows), self.final_norm, config.norm_eps)  # [due, width]
-        return b.logits(b.linear(self.head, last))
+        with b.step():
+            x = b.embed(self.embedding, batch.tokens)                                    # [T, width]
+            for i, layer in enumerate(self.layers):
+                h = b.norm(x, layer.attention_norm, config.norm_eps)
+                q, k, v = b.split(b.linear(layer.qkv, h, layer.qkv_bias), (q_width, kv_width, kv_width))
+                if config.qk_norm:
+                    q = b.norm_heads(q, layer.query_norm, config.norm_eps)
+                    k = b.norm_heads(k, layer.key_norm, config.norm_eps)
+                q = b.rotate(q, batch.positions, self._frequencies)
+                k = b.rotate(k, batch.positions, self._frequencies)
+                x = b.add(x, b.linear(layer.output, b.attend(q, k, v, i, store, batch)))
+                h = b.norm(x, layer.ffn_norm, config.norm_eps)
+                gate, up = b.split(b.linear(layer.gate_up, h), (ffn_width, ffn_width))
+                x = b.add(x, b.linear(layer.down, b.swiglu(gate, up)))
+            if not batch.logit_rows:
+                return []
+            last = b.norm(b.pick(x, batch.logit_rows), self.final_norm, config.norm_eps)  # [due, width]
+            return b.logits(b.linear(self.head, last))
 
     def forward_uncached(self, tokens: Sequence[int]) -> list[float]:
         """Logits after ``tokens``, every position computed again in a throw-away store: what having no cache costs."""
@@ -204,35 +204,6 @@ def stacked(tensors: Sequence[Tensor | QuantizedTensor]) -> Tensor | QuantizedTe
     for tensor in tensors:
         values.extend(tensor.values if isinstance(tensor, Tensor) else chain.from_iterable(tensor.rows()))
     return Tensor((sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:]), values)
-
-
-def kv_bounds(config: ModelConfig, weights: StoredWeights, prefix: str) -> KVBounds:
-    """How large each number of a layer's keys and values can become, whatever the input: a store of integers chooses
-    its units by them. A normed vector x has |x| <= sqrt(width) before its gain g, so |row . (g x)| <= |row * g|
-    sqrt(width) (Cauchy-Schwarz), and a bias adds its size. If each key head is normed as well, it has |k| <=
-    sqrt(head_width) before that norm's gain. Rotation mixes the two numbers of a pair, so both get the bound of the
-    pair."""
-    def vector(name: str) -> array[float]:
-        tensor = weights[prefix + name]
-        assert isinstance(tensor, Tensor)  # only matrices are stored as codes
-        return tensor.values
-
-    gain = vector("input_layernorm.weight")
-
-    def bounds(part: str) -> list[float]:
-        name = f"self_attn.{part}_proj"
-        rows = weights[f"{prefix}{name}.weight"].rows()
-        reach = [hypot(*map(mul, row, gain)) * sqrt(config.width) for row in rows]
-        return list(map(add, reach, map(abs, vector(f"{name}.bias")))) if config.attention_bias else reach
-
-    values = bounds("v")
-    if config.qk_norm:
-        of_head = [abs(g) * sqrt(config.head_width) for g in vector("self_attn.k_norm.weight")]
-        keys = of_head * config.kv_heads
-    else:
-        keys = bounds("k")
-    pairs = [hypot(a, b) for a, b in zip(keys[0::2], keys[1::2])]
-    return KVBounds([pair for pair in pairs for _ in range(2)], values)
 
 
 # ------------------------------------------------------------------------------------------- from a scenario to a model

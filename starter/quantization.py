@@ -209,6 +209,10 @@ class QuantizedTensor:
         """Bytes of header, packed codes, scales and zero points. float32 would take 4 * rows * columns."""
         return HEADER_BYTES + len(self.packed) + sum(len(a) * a.itemsize for a in (self.scales, self.zero_points))
 
+    def copy(self) -> QuantizedTensor:
+        """One with arrays of its own."""
+        return replace(self, scales=self.scales[:], zero_points=self.zero_points[:], packed=bytes(self.packed))
+
     def fingerprint(self) -> bytes:
         """The bytes that distinguish two tensors of one shape and format, for ``weights.weights_digest``."""
         return self.packed + little_endian(self.scales) + little_endian(self.zero_points)

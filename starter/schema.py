@@ -262,7 +262,8 @@ class TokenEvent(NamedTuple):
     ``step`` and ``time`` say when (the engine's step count; its clock, seconds). ``logprob`` is the natural
     logarithm of the token's probability at temperature 1. ``finish_reason`` is None except on the last event:
     "stop", "length", "cancelled" or "error", the last with the reason in ``error``. With n > 1 samples each has its own
-    indices and its own last event. ``top_logprobs`` lists (token, logprob) of the likeliest, if asked for.
+    indices and its own last event. ``top_logprobs`` lists (token, logprob) of the likeliest, if asked for
+    (``tokenizer.bytes_of`` has the text of each, also of one that is half a character).
     """
 
     request_id: Annotated[str, ID_SHAPE]

@@ -50,7 +50,7 @@ class OperationsTest(unittest.TestCase):
 
     def test_what_has_a_default(self) -> None:
         self.assertEqual({*parameters(Backend)} - Backend.__abstractmethods__,
-                         {"expect", "working_bytes", "host_kv_store", "logits"})
+                         {"expect", "working_bytes", "host_kv_store", "step", "logits"})
         self.assertEqual({*parameters(KVStore)} - KVStore.__abstractmethods__, {"reserve_tails", "drop_tail"})
         store = PlainStore(4, 2)
         store.reserve_tails(10**9)

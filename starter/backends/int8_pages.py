@@ -19,7 +19,7 @@ Keys have *outlier channels*, far from zero in every token. One grid for all cha
 channels.
 
 A channel's grid is known when its page is full. Until then the page's keys stay float32, in its *tail* (the values
-need not wait). One rule makes every number independent of batching, chunking, preemption and sharing, bit for bit:
+need not wait). One rule makes who sees what independent of batching, chunking, preemption and sharing:
 
     a query at position p sees the keys of its own page, p // page_size, as floats, those of earlier pages as codes
 
@@ -28,8 +28,10 @@ and later rows look at the codes. The tail is dropped only when the step has suc
 until then the step may fail or be interrupted, and is computed again from the same floats. The page size is part of the
 format: smaller pages have finer grids, and more of them.
 
-``lanes/``, ``numpy/`` and ``cuda/`` keep this format in stores of their own, with the same codes, lows and scales, and
-follow this rule.
+``lanes/``, ``numpy/`` and ``cuda/`` keep this format in stores of their own, follow this rule, and make the same codes,
+lows and scales of the same floats. So "batch equals solo" holds bit for bit where it does for the floats ("reference",
+"cpu"). On "numpy" and "cuda" the last bit of a float may decide between two codes: the logits are within 1e-4 where it
+decides none, and within 1e-2 where it does.
 
 Source: Liu et al. 2024, "KIVI" (keys by channel, values by token, the newest keys unquantized; there 2 bits, and the
 unquantized part is a buffer of its own, which here is the page itself).

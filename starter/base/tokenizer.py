@@ -57,8 +57,9 @@ class Tokenizer(Protocol):
         """A decoder of one text, token by token."""
 
     def bytes_of(self, token: int) -> bytes:
-        """What a token adds within a text, in UTF-8, even if that is a part of a character; b"" for a token of
-        beginning or end of sequence. RequestError for a token outside the vocabulary."""
+        """What one token adds to a text, in UTF-8: perhaps a part of a character, which ``decode`` can only show as
+        U+FFFD. A control token, such as those of beginning and end of sequence, adds none: b"". A space that is silent
+        where a text begins is there. RequestError for a token outside the vocabulary."""
         return self.stream().bytes_of(token)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -87,7 +88,7 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that this token completes, perhaps none; never a part of a character."""
-        piece = self._piece(self._opening if self._previous in self._before_text else self._shown, token)
+        piece = self._piece(token, self._opening if self._previous in self._before_text else self._shown)
         self._previous = token
         if isinstance(piece, str):
             if not self._begun:  # as nearly always
@@ -99,12 +100,11 @@ class TextStream:
         return text
 
     def bytes_of(self, token: int) -> bytes:
-        """See ``Tokenizer.bytes_of``."""
-        piece = self._piece(self._shown, token)
+        """What a token adds, wherever the text has got to."""
+        piece = self._piece(token, self._shown)
         return piece.encode() if isinstance(piece, str) else piece
 
-    @staticmethod
-    def _piece(pieces: Sequence[str | bytes], token: int) -> str | bytes:
+    def _piece(self, token: int, pieces: Sequence[str | bytes]) -> str | bytes:
         if not 0 <= token < len(pieces):
             raise RequestError(f"token {token} is outside the vocabulary; allowed: 0 to {len(pieces) - 1}")
         return pieces[token]

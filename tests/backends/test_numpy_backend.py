@@ -17,7 +17,7 @@ from starter.base.weights import Tensor, seeded_weights
 from starter.command.play import play, tokens_of
 from starter.kv_cache import KVStore
 from starter.model import Model
-from starter.schema import QuantizationConfig
+from starter.schema import ModelConfig, QuantizationConfig
 from tests.extras import needs
 from tests.models import random_config, split_prompts
 from tests.paths import FIXTURE
@@ -87,9 +87,9 @@ class NumpyBackendTest(unittest.TestCase):
         from starter.numpy_backend import NumpyBackend
         rows = [[2e19, -3e19, 1e18, 0.0], [3e38, 3e38, -3e38, 1e30], [1.0, 2.0, 3.0, 4.0], [nan, 1.0, 1.0, 1.0]]
         exact = [[x / sqrt(fsum(y * y for y in row) / 4 + 1e-5) * 2.0 for x in row] for row in rows]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for backend in (load_backend("numpy"), NumpyBackend()):
+        for backend in (load_backend("numpy"), NumpyBackend()):
+            with warnings.catch_warnings(), backend.step():
+                warnings.simplefilter("error")
                 gain = np.full(4, 2.0, np.float32)
                 together = backend.norm(np.array(rows, np.float32), gain, 1e-5)
                 for row, wanted, found in zip(rows, exact, together):
@@ -243,26 +243,38 @@ class Int8PagesTest(unittest.TestCase):
             rows.append(model.forward(Batch.of([piece], 4), store))
         self.assertEqual(*rows)
 
-    def test_prompts_in_chunks(self) -> None:
-        """F083: whole or a token at a time. A product's last bit may decide between two codes; then logits part by more
-        than those of float pages, but stay near."""
-        backend, dice, apart = load_backend("numpy"), random.Random(1), []
-        for seed in range(60):
-            config = random_config(dice)
-            model, page = Model(config, seeded_weights(config, seed), backend), dice.choice((4, 8))
-            prompt = dice.choices(range(config.vocab_size), k=dice.randint(page + 1, 30))
-            rows = []
-            for chunk in (1, len(prompt)):
-                store, tables = model.new_store(8, page, "int8"), range(8)
-                for start in range(0, len(prompt), chunk):
-                    end = start + chunk
-                    last = model.forward(Batch.of([Piece(prompt[start:end], start, tables, True)], page), store)
-                    for full in range(start // page, end // page):
-                        store.drop_tail(full)
-                rows.append(list(last[0]))
-            apart.append(max(abs(a - b) for a, b in zip(*rows)))
-        self.assertLess(max(apart), 1e-3)
-        self.assertLess(sorted(apart)[len(apart) // 2], 1e-5)
+    def test_a_prompt_whole_and_token_by_token(self) -> None:
+        """Where all codes are the same, logits within 1e-4. BLAS rounds a row among others differently, so now and then
+        a number between two codes gets the other one, next to it: then within 1e-2, and seldom."""
+        config = ModelConfig(vocab_size=20, width=16, layers=3, heads=4, kv_heads=2, ffn_width=24, max_context=64,
+                             tied_output=False)
+        other = 0
+        for seed in range(150):
+            with self.subTest(seed=seed):
+                dice = random.Random(seed)
+                model = Model(config, seeded_weights(config, seed % 7), load_backend("numpy"))
+                size, tokens = dice.choice((4, 8, 14)), [dice.randrange(20) for _ in range(dice.randint(15, 60))]
+                pages = range(-(-len(tokens) // size))
+                results = []
+                for chunk in (1, len(tokens)):
+                    store: Any = model.new_store(len(pages), size, "int8")
+                    for start in range(0, len(tokens), chunk):
+                        end = start + chunk
+                        rows = model.forward(Batch.of([Piece(tokens[start:end], start, pages, end == len(tokens))],
+                                                      size), store)
+                        for page in range(start // size, end // size):
+                            store.drop_tail(page)  # it is full
+                    results.append((list(rows[0]), store))
+                (one, stepwise), (all_at_once, whole) = results
+                apart = {name: abs(getattr(stepwise, name).astype(int) - getattr(whole, name).astype(int))
+                         for name in ("key_codes", "value_codes")}
+                same = not any(codes.any() for codes in apart.values())
+                other += not same
+                for codes in apart.values():
+                    self.assertLessEqual(codes[:, 0].max(), 1)  # in the first layer; later ones compute with it
+                self.assertLess(max(abs(a - b) for a, b in zip(one, all_at_once)), 1e-4 if same else 1e-2)
+                self.assertLess(max(one) - one[all_at_once.index(max(all_at_once))], 1e-4 if same else 1e-2)
+        self.assertLess(other, 15)
 
     def test_served_from_int8_pages(self) -> None:
         """Nearly the tokens of float pages: a long output may part, most do not."""

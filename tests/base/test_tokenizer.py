@@ -50,6 +50,16 @@ class TextStreamTest(unittest.TestCase):
         stream = TextStream([b"\xe4\xb8"])
         self.assertEqual((stream.push(0), stream.finish(), stream.finish()), ("", "\ufffd", ""))
 
+    def test_bytes_of_a_token(self) -> None:
+        """F3 begins a character of four bytes, so alone it is no text; what is silent where a text begins is there."""
+        stream = TextStream([b"\xf3", "世", "", b" a"], [b"\xf3", "世", "", b"a"], (None,))
+        for _ in range(2):
+            self.assertEqual([stream.bytes_of(token) for token in range(4)], [b"\xf3", b"\xe4\xb8\x96", b"", b" a"])
+            stream.push(0)  # where the stream has got to does not matter
+        for wrong in (-1, 4):
+            with self.assertRaisesRegex(RequestError, f"token {wrong} is outside the vocabulary; allowed: 0 to 3"):
+                stream.bytes_of(wrong)
+
     def test_knows_where_a_text_begins(self) -> None:
         stream = TextStream([b"", b" a", b" b"], [b"", b"a", b"b"], (None, 0))
         self.assertEqual([stream.push(token) for token in (1, 2, 0, 2, 1)], ["a", " b", "", "b", " a"])
@@ -91,13 +101,6 @@ class CharacterTokenizerTest(unittest.TestCase):
         self.assertEqual(self.tokenizer.decode([0, 1, 3, 2, 4, 5, 6, 7, 2]), "ab 世\n")
         self.assertEqual(streamed(self.tokenizer, [1, 3, 2, 6]), ["", "a", "", "世", ""])
 
-    def test_the_bytes_of_a_token(self) -> None:
-        """F065."""
-        self.assertEqual([self.tokenizer.bytes_of(token) for token in (1, 3, 6)], [b"", b"a", "世".encode()])
-        for token in (-1, 8):
-            with self.assertRaisesRegex(RequestError, f"token {token} is outside the vocabulary"):
-                self.tokenizer.bytes_of(token)
-
     def test_beginning_of_sequence_stands_once(self) -> None:  # K061
         for text, bos, wanted in (("ab", False, [3, 4]), ("ab", True, [1, 3, 4]), ("<s>ab", False, [1, 3, 4]),
                                   ("<s>ab", True, [1, 3, 4]), ("<s><s>ab", True, [1, 3, 4]), ("", True, [1]),
@@ -137,6 +140,14 @@ class CharacterTokenizerTest(unittest.TestCase):
                 stream = self.tokenizer.stream()
                 with self.assertRaisesRegex(RequestError, f"token {token} "):
                     stream.push(token)
+
+class BytesOfTest(unittest.TestCase):
+    def test_characters_and_specials(self) -> None:
+        tokenizer = CharacterTokenizer(CharacterVocabulary("aé世", ("<s>", "</s>")), 0, (1,))
+        self.assertEqual([tokenizer.bytes_of(token) for token in range(5)],
+                         [b"", b"", b"a", b"\xc3\xa9", b"\xe4\xb8\x96"])
+        with self.assertRaisesRegex(RequestError, "token 5 is outside the vocabulary"):
+            tokenizer.bytes_of(5)
 
 
 if __name__ == "__main__":

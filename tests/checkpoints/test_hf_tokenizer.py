@@ -71,6 +71,20 @@ class FromGguf(unittest.TestCase):
                     stream = tokenizer.stream()
                     self.assertEqual("".join(map(stream.push, tokens)) + stream.finish(), text)
 
+    def test_bytes_of_a_token(self) -> None:
+        """Token i is the letter of byte i; joined bytes are the text, where single tokens are none."""
+        tokenizer = self.made()
+        self.assertEqual([tokenizer.bytes_of(byte) for byte in range(256)], [bytes([byte]) for byte in range(256)])
+        self.assertEqual(tokenizer.decode([243]), "\ufffd")
+        self.assertEqual([tokenizer.bytes_of(token) for token in tokenizer.encode("hello world")],
+                         [b"hello", b" wo", b"r", b"l", b"d"])
+        self.assertEqual([tokenizer.bytes_of(token) for token in (START, END, THINK, len(TOKENS))],
+                         [b"", b"", b"<think>", b""])
+        for text in TEXTS:
+            self.assertEqual(b"".join(map(tokenizer.bytes_of, tokenizer.encode(text))), text.encode())
+        with self.assertRaisesRegex(RequestError, "outside the vocabulary"):
+            tokenizer.bytes_of(CONFIG.vocab_size)
+
     def test_control_tokens_are_silent_and_never_come_from_text(self) -> None:
         tokenizer = self.made()
         self.assertEqual(tokenizer.control_names["<|im_end|>"].token, END)

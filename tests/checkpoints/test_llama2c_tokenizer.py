@@ -65,6 +65,16 @@ class Llama2cTokenizerTest(unittest.TestCase):
     def pieces(self, text: str) -> list[str]:
         return [PIECES[token].decode() for token in self.tokenizer.encode(text)]
 
+    def test_bytes_of_a_token(self) -> None:
+        """Tokens 3 to 258 are bytes. The space that encode puts first is in the bytes, and silent in the text."""
+        tokenizer = llama2c_tokenizer()
+        self.assertEqual([tokenizer.bytes_of(3 + byte) for byte in range(256)], [bytes([byte]) for byte in range(256)])
+        self.assertEqual([tokenizer.bytes_of(token) for token in range(3)], [b"<unk>", b"", b""])
+        token = PIECES.index(b" a")
+        self.assertEqual((tokenizer.bytes_of(token), tokenizer.decode([1, token])), (b" a", "a"))
+        for text in ("abc a", "世界 é", "🎉"):
+            self.assertEqual(b"".join(map(tokenizer.bytes_of, tokenizer.encode(text))), b" " + text.encode())
+
     def test_merges(self) -> None:
         for text, wanted in (
                 ("a", [" a"]), ("b", [" ", "b"]), ("aa", [" ", "aa"]),  # aa scores better than " a"

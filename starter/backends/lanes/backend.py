@@ -20,12 +20,12 @@ from starter.backend import Batch, KVBounds, ReferenceBackend, Row, Rows, rotary
 from starter.backends.lanes.int8_pages import LanesInt8KVStore
 from starter.backends.lanes.lanes import LaneMatrix
 from starter.backends.lanes.pages import MOST_POSITIONS, LanesKVStore
-from starter.base.weights import StoredWeights, Tensor
+from starter.base.weights import Tensor
 from starter.errors import BackendError
 from starter.quantization import QuantizedTensor, dequantize
 from starter.schema import ModelConfig, QuantizationConfig
 
-LEAST_EMBEDDING = 0.1  # of sqrt(norm_eps); see ``expect``
+MOST_GROWTH = 2**8  # of normed hidden states from the first layer on: what is small all the same keeps 8 bits of 16
 NUMBERS = {32: "14-bit, float", 24: "int8", 16: "int4"}  # bits of a lane: the weights that it holds
 
 
@@ -46,16 +46,6 @@ class LanesBackend(ReferenceBackend):
         if sys.byteorder != "little":
             raise BackendError("lanes are read as little-endian numbers; on this machine use backend='reference'")
         self._forms: Counter[tuple[int, int, int]] = Counter()
-
-    def expect(self, config: ModelConfig, weights: StoredWeights, quantization: QuantizationConfig | None) -> None:
-        """BackendError for an embedding so small that ``norm_eps`` keeps what is normed small: the lanes of pages have
-        room for normed vectors of length sqrt(width), and keys and values would be mostly rounding error."""
-        least = LEAST_EMBEDDING * sqrt(config.norm_eps)  # root mean square of the longest row
-        table = weights["model.embed_tokens.weight"]
-        if not any(hypot(*row) >= least * sqrt(config.width) for row in table.rows()):
-            raise BackendError(f"every row of the embedding has a root mean square below {least:.2g}, "
-                               f"{LEAST_EMBEDDING} of sqrt(norm_eps): the lanes of backend 'cpu' are too coarse; take "
-                               f"backend='reference' or 'numpy'")
 
     def matrix(self, tensor: Tensor | QuantizedTensor, quantization: QuantizationConfig | None,
                importance: Sequence[float] | None = None) -> Any:
@@ -94,6 +84,10 @@ class LanesBackend(ReferenceBackend):
         if positions > MOST_POSITIONS:
             raise BackendError(f"the lanes of backend 'cpu' attend over at most {MOST_POSITIONS:,} positions, not "
                                f"{positions:,}; take fewer pages, or backend='reference' or 'numpy'")
+        if bounds and max(layer.share for layer in bounds) > MOST_GROWTH * bounds[0].share:
+            raise BackendError("this model's embeddings are so small beside norm_eps that its keys and values would "
+                               "lose more than 8 of 16 bits in the lanes of backend 'cpu'; take "
+                               "kv_quantization='int8', or backend='reference' or 'numpy'")
         return LanesKVStore(model.layers, model.kv_heads, model.head_width, num_pages, page_size, bounds)
 
     def embed(self, table: Any, tokens: Sequence[int]) -> Rows:

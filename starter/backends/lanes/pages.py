@@ -13,7 +13,8 @@ products are a few long multiplications for each page:
     token 1 | number 1 | number 0 |
 
 Fixed point: a number is stored as round(number / unit) in 16 bits, with the unit from the bound that the weights set
-(``model.kv_bounds``: no number can exceed it; the little that rounded weights may add is cut off). Lanes have 32 bits:
+(``base/kv_bounds.py``: no number can exceed it; the little that rounded weights may add is cut off). A model whose
+numbers may stay far below the bounds is refused (``backend.MOST_GROWTH``). Lanes have 32 bits:
 
 - scores: q is scaled to an integer vector of length (2**31 - 1) / |longest key|, a power of two times its true size,
   so no score overflows (Cauchy-Schwarz) and a score is a number of 2**-e;

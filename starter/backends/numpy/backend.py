@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from math import isfinite, log, sqrt
+from math import inf, isfinite, log, sqrt
 from typing import Any, Union
 
 import numpy as np
@@ -45,8 +45,8 @@ class FastNumpyBackend(NumpyBackend):
             return PackedMatrix(tensor)
         if quantization:
             return PackedMatrix(quantize(tensor.rows(), quantization, importance))
-        turned = np.frombuffer(tensor.values, dtype=np.float32).reshape(tensor.shape).T  # a view: the caller's
-        return turned.copy("F" if turned.size >= LARGE else "C")
+        rows = np.array(tensor.values, dtype=np.float32).reshape(tensor.shape)  # a copy, as of every backend
+        return rows.T if rows.size >= LARGE else rows.T.copy()
 
     def _floats(self, matrix: Any, rows: Any = slice(None)) -> Array:
         if isinstance(matrix, PackedMatrix):
@@ -59,9 +59,8 @@ class FastNumpyBackend(NumpyBackend):
         return store(model.layers, model.kv_heads, model.head_width, num_pages, page_size)
 
     def norm(self, x: Array, gain: Array, epsilon: float) -> Array:
-        with np.errstate(over="ignore"):
-            scale = (x * x).dot(_averaging(len(gain)))                              # mean of the squares, [T, 1]
-        if np.isinf(scale).any():  # the square of a number from 1.8e19 on is beyond a float32
+        scale = (x * x).dot(_averaging(len(gain)))                                  # mean of the squares, [T, 1]
+        if not scale[scale.argmax(), 0] < inf:  # a square is beyond float32, though the number need not be
             return super().norm(x, gain, epsilon)
         if len(x) == 1:  # a number is faster than an array of one
             return x * (gain * np.float32(1.0 / sqrt(scale.item() + epsilon)))

@@ -46,7 +46,7 @@ class PackedMatrix:
         self.shape, self.bits = tensor.shape, tensor.bits
         rows, columns = tensor.shape
         self.groups, self.group_size = tensor.groups_per_row, min(tensor.group_size or columns, columns)
-        codes = np.frombuffer(tensor.packed, dtype=np.uint8).reshape(rows, -1)
+        codes = np.frombuffer(bytes(tensor.packed), dtype=np.uint8).reshape(rows, -1)
         if tensor.bits == 4:
             codes = _halves(codes, columns, flip=8 if tensor.symmetric else 0)
         elif tensor.symmetric:
