@@ -20,6 +20,9 @@ import os
 import sys
 from pathlib import Path
 
+if sys.version_info < (3, 10):  # noqa: UP036  # before any line that such a Python could not run
+    sys.exit(f"Python 3.10 or newer is needed; this is {'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}")
+
 NAMES = {"M1Reference": "schema and reference", "M2KVCache": "KV cache", "M3ContinuousBatching": "continuous batching",
          "M4PagedKV": "paged KV", "M5Quantization": "quantization", "M6EndToEnd": "end to end"}
 

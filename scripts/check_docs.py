@@ -20,6 +20,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import doctest
 import os
@@ -236,6 +237,7 @@ def _show(progress: Callable[[str], None], name: str, command: str) -> None:
 
 def main() -> int:
     """Print every problem; exit code 1 if there is one."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     os.chdir(ROOT)
     documents = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
     problems = []

@@ -33,6 +33,9 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+if sys.version_info < (3, 10):  # noqa: UP036  # before any line that such a Python could not run
+    sys.exit(f"Python 3.10 or newer is needed; this is {'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}")
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 

@@ -39,6 +39,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Union
 
+if sys.version_info < (3, 10):  # noqa: UP036  # before any line that such a Python could not run
+    sys.exit(f"Python 3.10 or newer is needed; this is {'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}")
+
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "scripts" / "student_release.json"
 PLACEHOLDERS = ROOT / "scripts" / "student_placeholders.py"

@@ -25,13 +25,18 @@ from importlib.metadata import version
 from itertools import chain
 from math import cos, pi
 from pathlib import Path
+from typing import TypeAlias
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch
-from opencc import OpenCC
-from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
+try:
+    import torch
+    from opencc import OpenCC
+    from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
+except ImportError as missing:
+    if not {"-h", "--help"} & set(sys.argv):
+        sys.exit(f"{missing.name} is not installed: pip install '.[train]'")
 
 from scripts.quatrains import (
     BOS,
@@ -75,7 +80,7 @@ HELD_OUT_POEMS = 300
 SAMPLES, TEMPERATURE = 200, 0.8
 IGNORED = -100                # a target that does not count, as PyTorch marks it
 
-Parameters = dict[str, torch.Tensor]
+Parameters: TypeAlias = "dict[str, torch.Tensor]"
 
 
 # ----------------------------------------------------------------------------------------------------- poems

@@ -19,8 +19,12 @@ Names are imported when first used (PEP 562), so that ``import starter`` costs n
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+if sys.version_info < (3, 10):  # noqa: UP036  # before any line that such a Python could not run
+    sys.exit(f"Python 3.10 or newer is needed; this is {'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}")
 
 if TYPE_CHECKING:
     from .backend import Backend as Backend

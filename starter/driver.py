@@ -36,10 +36,5 @@ def _run(options: argparse.Namespace) -> int:
     return run_scenario(options, console) if plays_scenario(options) else run_prompts(options, console)
 
 
-def entry() -> None:
-    """Console script."""
-    run_program(main)
-
-
 if __name__ == "__main__":
-    entry()
+    run_program(main)

@@ -6,7 +6,9 @@ import unittest
 from unittest import mock
 
 from starter import __main__ as program
+from starter.base.bundled import bundled
 from starter.base.wings import wing
+from tests.paths import FIXTURE
 from tests.support import Run, run_main
 from tests.wings import has_wing, needs_wing
 
@@ -16,8 +18,8 @@ if has_wing("workloads"):
 
 class CommandsTest(unittest.TestCase):
     def test_help_names_every_command(self) -> None:
-        for option in ("--help", "-h"):
-            result = run_main(program.main, option)
+        for options in (("--help",), ("-h",), ()):
+            result = run_main(program.main, *options)
             self.assertEqual((result.code, result.err), (0, ""))
             for command, (_, summary) in program.COMMANDS.items():
                 self.assertRegex(result.out, rf"\n  {command} +{summary}")
@@ -27,14 +29,34 @@ class CommandsTest(unittest.TestCase):
         for command, (place, _) in program.COMMANDS.items():
             with self.subTest(command=command):
                 module, function = place.split(":")
-                self.assertTrue(callable(getattr(wing(module, command), function)))
+                home = program if module == "__main__" else wing(module, command)
+                self.assertTrue(callable(getattr(home, function)))
 
     def test_none_or_an_unknown_one(self) -> None:
-        for arguments, problem in (((), "which command?"), (("fly", "-x"), "there is no command 'fly'")):
+        result = run_main(program.main, "fly", "-x")
+        self.assertEqual((result.code, result.out), (2, ""))
+        self.assertIn("\n  replay ", result.err)
+        self.assertTrue(result.err.endswith("\nerror: there is no command 'fly'\n"), result.err)
+
+    def test_version(self) -> None:
+        self.assertRegex(run_main(program.main, "--version").out, r"\Ap07 \d+\.\d+\.\d+, Python 3\.\d+\.\d+\n\Z")
+
+    def test_the_demo_and_options_without_a_command_run_scenarios(self) -> None:
+        """From any folder: the scenario is found where the package is."""
+        options = ("--fixture", "tiny_model.json", "--clock", "virtual")
+        for arguments in (("demo", "tiny_model", "--clock", "virtual"), options, ("run", *options)):
             result = run_main(program.main, *arguments)
-            self.assertEqual((result.code, result.out), (2, ""))
-            self.assertIn("\n  replay ", result.err)
-            self.assertTrue(result.err.endswith(f"\nerror: {problem}\n"), result.err)
+            self.assertEqual((result.code, result.err), (0, ""))
+            self.assertTrue(result.out.endswith("All 10 outputs equal the golden tokens.\n"))
+        for name in ("nonsense", "../fixtures/tiny_model"):
+            result = run_main(program.main, "demo", name)
+            self.assertEqual((result.code, result.err),
+                             (2, f"error: there is no demo {name!r}; there are quatrains and tiny_model\n"))
+
+    def test_what_comes_with_the_project(self) -> None:
+        self.assertEqual(bundled("tiny_model.json"), FIXTURE)
+        for name in ("nothing.json", "fixtures/tiny_model.json", "..", "", "/etc/passwd"):
+            self.assertIsNone(bundled(name), name)
 
     def test_a_wing_that_was_deleted(self) -> None:
         """Refused in one sentence, without a traceback."""

@@ -35,7 +35,7 @@ SIGNATURES = {
     "InferenceEngine.cancel": "self request_id",
 }
 # Modules that need a package: the top-level NumPy backend, and the parts of these wings
-OPTIONAL = ("numpy_backend", "backends/numpy/", "backends/cuda/", "checkpoints/gguf_blocks_numpy")
+OPTIONAL = ("numpy_backend", "backends/numpy/", "backends/cuda/", "serving/asgi.py", "checkpoints/gguf_blocks_numpy")
 IMPORT = """
 import sys
 sys.modules["numpy"] = None  # importing it is an ImportError
@@ -46,7 +46,7 @@ for name in starter.__all__:
     getattr(starter, name)
 import {}
 packages = {{name.partition(".")[0] for name in set(sys.modules) - before}}
-print(*packages - sys.stdlib_module_names - {{"starter"}})
+print(*packages - sys.stdlib_module_names - {{"starter", "__mp_main__"}})  # the latter is of multiprocessing
 """
 
 

@@ -13,5 +13,7 @@ Nothing here knows of pages, batches or steps, so you can read the spine without
     fault_kinds.py    what can be made to go wrong on purpose
     console.py        lines, tables and progress on a terminal; exit codes
     wings.py          how the spine reaches a wing by name
+    bundled.py        the scenarios that come with the project
+    kv_bounds.py      how large keys and values can become
     version.py        the version
 """

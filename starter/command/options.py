@@ -6,6 +6,7 @@ An option that would have no effect is refused, since a person who gives one exp
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +26,9 @@ ENGINE_OPTIONS = {  # fields of EngineSettings, and their options
     "kv_quantization": "--kv-quantization"}
 
 
-def make_parser(description: str | None, program: str = "driver.py") -> argparse.ArgumentParser:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The parser of a run; ``description`` heads its ``--help``."""
+    program = {"p07": "p07 run", "__main__": "python3 -m starter run"}.get(Path(sys.argv[0]).stem, "driver.py")
     parser = argparse.ArgumentParser(prog=program, description=description,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser, "scenario to run (JSON), or whose model continues a --prompt")
