@@ -11,7 +11,7 @@ from starter.serving.fields import COMPLETION, IGNORED, REFUSED
 from tests.serving.support import JSON, SECONDS, ServerCase, eventually, post, read_replies
 
 WRONG = {  # field: values that are refused, each with 400 and this param
-    "prompt": (None, "", [], {}, 5, True, [1.5], [True], [None], ["a", 1], [1, "a"], [[1], "a"], [[]], [[1], []], "A",
+    "prompt": (None, "", [], {}, 5, True, [1.5], [True], [None], ["a", 1], [1, "a"], [[1], "a"], [[]], [[1], []], [""], "A",
                "\ud800", [-1], [20], [2**40], [[1], [20]]),
     "max_tokens": (-1, 2**31 - 1, 2**31, 10**18, 1e18, 2.0, True, "5", []),
     "temperature": (-0.1, "1", True, [], 1e7),
