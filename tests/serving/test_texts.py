@@ -73,9 +73,9 @@ class BytesTest(ServerCase):
     def test_what_was_begun_in_the_prompt(self) -> None:
         """A prompt of tokens may end within a character; echoed, the text goes on where it stopped."""
         for length, text in ((4, "\ufffd"), (5, "界")):  # the first ends in mid-character, too
-            fields = {"prompt": list(range(length)), "logit_bias": {str(length): 1e6}, "max_tokens": 1, "temperature": 0}
-            self.assertEqual(self.complete(**fields)["choices"][0]["text"], text)
-            self.assertEqual(self.complete(**fields, echo=True)["choices"][0]["text"], "世" + text)
+            prompt, fields = list(range(length)), {"logit_bias": {str(length): 1e6}, "max_tokens": 1, "temperature": 0}
+            self.assertEqual(self.complete(prompt, **fields)["choices"][0]["text"], text)
+            self.assertEqual(self.complete(prompt, **fields, echo=True)["choices"][0]["text"], "世" + text)
 
 
 class BeginningTest(ServerCase):
