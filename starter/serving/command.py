@@ -35,6 +35,7 @@ from starter.serving.server import Server
 from starter.serving.wire import Limits
 
 KEY_VARIABLE = "P07_API_KEY"
+SWITCH_SECONDS = 0.0005  # see _quick_switches
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -79,7 +80,7 @@ def serve(arguments: Sequence[str]) -> int:
     key = options.api_key if options.api_key is not None else os.environ.get(KEY_VARIABLE) or None
     api = Api(engine, Settings(name, key, options.max_seconds, options.allow_origin or ()))
     limits = Limits(body=options.max_body)
-    with engine, _bound(options, api, limits, notes) as server, _signals() as ends:
+    with engine, _bound(options, api, limits, notes) as server, _signals() as ends, _quick_switches():
         engine.start()
         server.start()
         host = f"[{options.host}]" if ":" in options.host else options.host
@@ -112,6 +113,18 @@ def _bound(options: argparse.Namespace, api: Api, limits: Limits, notes: Console
     except OSError as error:
         raise RequestError(f"cannot listen at --host {options.host} --port {options.port}: {error.strerror or error}; "
                            f"choose another, or --port 0 for any free one") from None
+
+
+@contextmanager
+def _quick_switches() -> Iterator[None]:
+    """Within the block, the engine's thread lets others run after half a millisecond instead of five: a token that is
+    ready is not held back while the next one is computed."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 class _Ends:

@@ -5,7 +5,8 @@ those who look. Here one selector looks at all, and calls at once what ends the 
 next step.
 
 A client that closes only its sending side counts as gone: nothing distinguishes it from one that closed both. One that
-sends its next request early (pipelining) is no longer watched; that it went away shows when an event cannot be sent.
+sends its next request early (pipelining) is no longer watched; that it went away shows when an event cannot be sent. So
+it does for clients beyond the first 500 on Windows, whose selector can look at 512 sockets.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Lock, Thread
 
+_LIVE = tuple(getattr(selectors, name) for name in ("EpollSelector", "KqueueSelector") if hasattr(selectors, name))
+_MOST_BY_SELECT = 500
 _AT_ONCE = getattr(socket, "MSG_DONTWAIT", 0)  # Windows has none; there a readable socket does not block either
 
 
@@ -25,6 +28,7 @@ class Watch:
     def __init__(self) -> None:
         self._lock = Lock()  # never taken by a thread that holds the engine's lock
         self._selector = selectors.DefaultSelector()
+        self._sees_new_ones = isinstance(self._selector, _LIVE)  # also while it waits
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
         self._selector.register(self._bell, selectors.EVENT_READ)
@@ -37,8 +41,10 @@ class Watch:
     def over(self, client: socket.socket, gone: Callable[[], None]) -> Iterator[None]:
         """Within the block, call ``gone`` once if the client closes its connection; never after the block."""
         with self._lock:
-            self._watched[client] = self._selector.register(client, selectors.EVENT_READ, gone)
-        self._wake()  # not every system's selector sees a new socket while it waits
+            if self._sees_new_ones or len(self._watched) < _MOST_BY_SELECT:
+                self._watched[client] = self._selector.register(client, selectors.EVENT_READ, gone)
+        if not self._sees_new_ones:
+            self._wake()
         try:
             yield
         finally:

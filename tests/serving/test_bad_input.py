@@ -11,8 +11,8 @@ from starter.serving.fields import COMPLETION, IGNORED, REFUSED
 from tests.serving.support import JSON, SECONDS, ServerCase, eventually, post, read_replies
 
 WRONG = {  # field: values that are refused, each with 400 and this param
-    "prompt": (None, "", [], {}, 5, True, [1.5], [True], [None], ["a", 1], [1, "a"], [[1], "a"], [[]], [[1], []], "A",
-               "\ud800", [-1], [20], [2**40], [[1], [20]]),
+    "prompt": (None, "", [], {}, 5, True, [1.5], [True], [None], ["a", 1], [1, "a"], [[1], "a"], [[]], [[1], []], [""],
+               "A", "\ud800", [-1], [20], [2**40], [[1], [20]]),
     "max_tokens": (-1, 2**31 - 1, 2**31, 10**18, 1e18, 2.0, True, "5", []),
     "temperature": (-0.1, "1", True, [], 1e7),
     "top_p": (-0.1, 1.1, "1"), "min_p": (2, -1), "top_k": (-2, 1.0, "3", True), "n": (0, -1, 65, 2.0, True, "2"),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import selectors
 import socket
 import struct
 import threading
 import unittest
+import unittest.mock
 from typing import Any, ClassVar
 
+from starter.engine import InferenceEngine
 from tests.serving.support import ServerCase, engine_of, eventually, post, read_until
 
 LONG = {"prompt": "abc", "max_tokens": 120, "temperature": 0}
@@ -121,6 +124,14 @@ class LeavingTest(ServerCase):
             self.stream("ab", max_tokens=1)
         self.assertTrue(self.all_free())
         self.assertEqual(len(self.engine._core.streams), 0)
+
+
+class LeavingBySelectTest(LeavingTest):
+    """The same with the only selector that Windows has, which does not see a new socket while it waits."""
+
+    def serve(self, engine: InferenceEngine, **options: Any) -> None:
+        with unittest.mock.patch.object(selectors, "DefaultSelector", selectors.SelectSelector):
+            super().serve(engine, **options)
 
 
 class ThirtyTwoTest(ServerCase):

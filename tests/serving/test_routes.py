@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from starter.serving.api import Answer, Api, HttpRequest, Settings
-from starter.serving.fields import IGNORED
+from starter.serving.fields import COMPLETION, IGNORED, StreamOptions, body_schema
 from tests.extras import needs
+from tests.paths import ROOT
 from tests.serving.support import ServerCase, engine_of, eventually
 from tests.wings import needs_wing
 
@@ -188,13 +189,20 @@ class DocumentTest(unittest.TestCase):
         self.assertEqual((document["security"], document["paths"]["/health"]["get"]["security"]), ([{"key": []}], []))
 
 
+class DocsTest(unittest.TestCase):
+    def test_every_field_is_in_the_manual(self) -> None:
+        text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+        for name in (*COMPLETION.fields, *StreamOptions.__match_args__, *IGNORED):
+            if name != "include_obfuscation":
+                self.assertIn(f"`{name}`", text)
+
+
 @needs("dev", "jsonschema")
 class SchemaTest(unittest.TestCase):
     def test_it_accepts_what_is_accepted(self) -> None:
         """An independent validator agrees, on bodies that are right and on bodies that are wrong."""
         import jsonschema
 
-        from starter.serving.fields import COMPLETION, body_schema
         from tests.serving.test_bad_input import WRONG
         validator = jsonschema.Draft202012Validator(body_schema(COMPLETION))
         for body in ({"prompt": "a"}, {"prompt": ["a", "b"], "n": 2}, {"prompt": [1, 2]}, {"prompt": [[1], [2]]},
