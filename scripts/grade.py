@@ -15,8 +15,8 @@ Only starter/ of a submission counts; tests and fixtures are the teacher's. Each
 the submission, as students run it, and with the submission in a process of its own, watched by a judge that none of its
 code runs in (scripts/grading/wire.py). It counts if it passes both times. What is skipped, missing, late or crashed has
 failed. The walls around the submission are those that the system offers (scripts/grading/sandbox.py), and result.txt
-names them: on Linux with util-linux namespaces and resource limits, elsewhere an audit hook, time and disk limits, so
-that a class that means harm is best graded on Linux, in a container or under a user of its own.
+names them: on Linux with util-linux namespaces, a filter of system calls and resource limits, elsewhere an audit hook,
+time and disk limits. Without namespaces nothing is graded but with --unsafe, and the first line of every output says so.
 
 Exit code 0: graded, whatever the points. 1: something could not be graded, or --check found a wrong mark. 2: bad input.
 """
@@ -27,10 +27,12 @@ import argparse
 import glob
 import json
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,7 +42,7 @@ from scripts.grading import gradescope, results
 from scripts.grading.class_run import grade_class
 from scripts.grading.form import FormError, OpenForm, checked
 from scripts.grading.grade import Grade, all_tests
-from scripts.grading.sandbox import Limits
+from scripts.grading.sandbox import Limits, has_namespaces, stop_all
 from scripts.release_student import release
 from starter.base.console import EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_OK, guarded, run_program
 from starter.errors import RequestError
@@ -56,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--time", type=int, default=Limits.all, metavar="SECONDS", help="for all tests of a submission")
     parser.add_argument("--memory", type=int, default=Limits.memory >> 20, metavar="MIB")
     parser.add_argument("--tests", action="append", default=[], metavar="PART", help="only tests with this in the name")
+    parser.add_argument("--unsafe", action="store_true",
+                        help="grade although this system has no namespaces: what is graded could read and change what "
+                             "you can")
     parser.add_argument("--show-seed", action="store_true", help="messages hold what was drawn from: for teachers only")
     parser.add_argument("--merge", type=Path, metavar="FOLDER", help="add the points of filled-in forms in this folder")
     parser.add_argument("--gradescope", type=Path, metavar="OUT.zip", help="write an autograder for Gradescope")
@@ -75,7 +80,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("name at least one submission, and at least one job")
     if options.time < 1 or options.memory < 1:
         parser.error(f"--time {options.time} --memory {options.memory}: both must be at least 1")
-    return guarded(lambda: grade(options, seed))
+    if not has_namespaces() and not options.unsafe:
+        print("this system has no namespaces (Linux with util-linux has; in a container they may be forbidden), so a "
+              "submission could read and change what you can: grade on one that has, or add --unsafe where you trust "
+              "all submissions or the machine holds nothing else", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    with stopping():
+        return guarded(lambda: grade(options, seed))
+
+
+@contextmanager
+def stopping() -> Iterator[None]:
+    """SIGTERM, as from a time limit of a CI job, ends the grader as Ctrl-C does: whatever runs behind walls ends first,
+    and what was unpacked is removed."""
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def grade(options: argparse.Namespace, seed: str) -> int:
@@ -92,8 +117,13 @@ def grade(options: argparse.Namespace, seed: str) -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         given = Path(folder, "given")
         release(given)
-        found = grade_class(submissions, ROOT, seed, pool, limits, only, options.show_seed, given / "starter", done,
-                            options.out.resolve())
+        try:
+            found = grade_class(submissions, ROOT, seed, pool, limits, only, options.show_seed, given / "starter", done,
+                                options.out.resolve())
+        except BaseException:  # the pool waits for its threads
+            stop_all()
+            pool.shutdown(cancel_futures=True)
+            raise
     if len(found.grades) == 1:
         print(results.text(found.grades[0]), end="")
     else:

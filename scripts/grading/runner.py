@@ -114,6 +114,6 @@ def _inside(box, teacher, ids, seed):
 
 def _outside(box, teacher, ids, seed):
     job = {"tree": str(box.tree), "teacher": str(teacher), "scratch": str(box.scratch), "ids": ids, "seed": seed,
-           "hang": box.limits.test, "worker": box.command(box.own("worker.py"), str(box.tree)),
+           "hang": box.limits.test, "worker": box.command(box.own("worker.py"), str(box.tree), nested=True),
            "python": box.python()}
     return box.enclose([sys.executable, str(HERE / "judge.py")]), job, list

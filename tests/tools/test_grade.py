@@ -9,13 +9,16 @@ import csv
 import io
 import json
 import logging
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import unittest
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from unittest import mock
 
 from scripts import grade as command
@@ -25,7 +28,7 @@ from scripts.grading.class_run import distinct_names, grade_class
 from scripts.grading.grade import Grade, grade_one, hidden_digest, inner, sha
 from scripts.grading.rubric import Rubric
 from scripts.grading.runner import Draw, Outcome, _take, run_tests, told
-from scripts.grading.sandbox import Limits, Sandbox
+from scripts.grading.sandbox import Limits, Sandbox, has_namespaces
 from scripts.grading.similarity import Fingerprint
 from tests.extras import needs
 from tests.paths import ROOT
@@ -224,6 +227,17 @@ KVCacheManager.stats = lambda self: CacheStats(*[1] * 9)
         self.assertIn("uses .modules", "".join(grade.notes))
 
 
+def of_this(script, folder):
+    """Numbers of processes whose command lines name both."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            said = path.read_bytes()
+            if script.encode() in said and str(folder).encode() in said:
+                found.append(path.parent.name)
+    return found
+
+
 class Command(Folders):
     def test_bad_input(self):
         for arguments, says in (([self.place], "--seed is missing"), (["--seed", "x"], "name at least one submission"),
@@ -232,9 +246,39 @@ class Command(Folders):
             self.assertEqual(run.code, 2)
             self.assertIn(says, run.err)
 
+    def test_without_namespaces_it_has_to_be_asked_for(self):
+        with mock.patch.object(command, "has_namespaces", lambda: False):
+            run = run_main(command.main, self.place, "--seed", SEED, "--out", self.place / "out")
+        self.assertEqual((run.code, run.out), (2, ""))
+        self.assertIn("add --unsafe", run.err)
+        self.assertFalse((self.place / "out").exists())
+
+    @unittest.skipUnless(has_namespaces() and Path("/proc/self").exists(), "SKIPPED: needs namespaces: Linux")
+    def test_told_to_end_it_leaves_nothing_behind(self):
+        """SIGTERM, as of a time limit of a CI job, while a submission loops."""
+        [starter] = self.submissions("loops/starter")
+        (starter / "__init__.py").write_text("while True:\n    pass\n", encoding="utf-8")
+        temporary = self.place / "temporary"
+        temporary.mkdir()
+        run = subprocess.Popen(
+            [sys.executable, str(ROOT / "scripts" / "grade.py"), str(self.place / "loops"), "--seed", SEED, "--out",
+             str(self.place / "out"), "--tests", "M1Reference.test_golden_sequences"], stderr=subprocess.PIPE,
+            env={**os.environ, "TMPDIR": str(temporary)}, start_new_session=True)
+        try:
+            end = monotonic() + 60
+            while not of_this("run_in_process.py", temporary):
+                self.assertLess(monotonic(), end)
+                sleep(0.1)
+            run.terminate()
+            _, said = run.communicate(timeout=60)
+        finally:
+            run.kill()
+        self.assertEqual((run.returncode, said), (130, b"interrupted\n"))
+        self.assertEqual((of_this("", temporary), list(temporary.iterdir())), ([], []))
+
     def test_what_cannot_be_graded(self):
         with mock.patch.object(command, "release", lambda out: (out / "starter").mkdir(parents=True)):
-            run = run_main(command.main, self.place, "--seed", SEED, "--out", self.place / "out")
+            run = run_main(command.main, self.place, "--seed", SEED, "--unsafe", "--out", self.place / "out")
         self.assertEqual(run.code, 1)
         self.assertIn("there is no starter/__init__.py in it", run.out)
         self.assertTrue((self.place / "out" / self.place.name / "results.json").is_file())
