@@ -16,7 +16,7 @@ the submission, as students run it, and with the submission in a process of its 
 code runs in (scripts/grading/wire.py). It counts if it passes both times. What is skipped, missing, late or crashed has
 failed. The walls around the submission are those that the system offers (scripts/grading/sandbox.py), and result.txt
 names them: on Linux with util-linux namespaces, a filter of system calls and resource limits, elsewhere an audit hook,
-time and disk limits. Without namespaces nothing is graded but with --unsafe, and the first line of every output says so.
+time and disk limits. Without namespaces nothing is graded but with --unsafe, and every output begins by saying so.
 
 Exit code 0: graded, whatever the points. 1: something could not be graded, or --check found a wrong mark. 2: bad input.
 """

@@ -19,9 +19,9 @@ import os
 import runpy
 import sys
 
-REFUSED = ("socket.__new__", "socket.connect", "socket.bind", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto",
-           "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty",
-           "os.startfile", "os.kill", "os.killpg", "signal.pthread_kill", "ctypes.dlopen", "ctypes.dlsym",
+REFUSED = ("socket.__new__", "socket.connect", "socket.bind", "socket.getaddrinfo", "socket.gethostbyname",
+           "socket.sendto", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork",
+           "os.forkpty", "os.startfile", "os.kill", "os.killpg", "signal.pthread_kill", "ctypes.dlopen", "ctypes.dlsym",
            "gc.get_objects", "gc.get_referrers", "gc.get_referents", "resource.setrlimit", "sys.settrace",
            "sys.setprofile", "webbrowser.open", "code.__new__", "fcntl.ioctl", "pty.spawn", "setopencodehook",
            "cpython.PyInterpreterState_New", "os.setxattr", "os.removexattr", "os.unshare", "os.setns")
@@ -70,7 +70,8 @@ def put_up(job):
     def hook(event, arguments):
         if event == "import" and arguments[1] and arguments[0] in MODULES:  # from a file; those built in: ``silence``
             raise ImportError(f"{arguments[0]} is not there: an engine needs neither network nor other processes")
-        if event in REFUSED or event.startswith(REFUSED_KINDS) or (event == "object.__setattr__" and arguments[1] == "__code__"):
+        if event in REFUSED or event.startswith(REFUSED_KINDS) or (
+                event == "object.__setattr__" and arguments[1] == "__code__"):
             raise PermissionError(f"{event} is not allowed here: an engine needs neither network nor other processes")
         if event == "open":
             path, mode, flags = arguments

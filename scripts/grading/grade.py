@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,12 +24,12 @@ from . import form as forms
 from .rubric import Line, Rubric
 from .runner import Draw, Outcome, run_tests
 from .sandbox import HERE, Limits, Sandbox, run_lines
-from .similarity import Fingerprint, fingerprint
+from .similarity import Fingerprint
 from .submission import BadSubmission, Submission, changed, take
 
 NO_PAPERS: dict[str, Any] = {"design": {"words": {}, "missing": [], "empty": [], "problem": "the papers were not read"},
                              "timelines": {}, "figures": {}}
-PAPER_SECONDS = 180
+PAPER_SECONDS, CODE_SECONDS = 180, 60
 LIMITS = Limits()
 
 
@@ -103,10 +104,11 @@ def grade_one(source: Path, teacher: Path, seed: str, limits: Limits = LIMITS, o
             submission = take(source, teacher, work)
             if given:
                 submission.notes += changed(submission.tree / "starter", given, teacher / "starter")
-            grade.prints = fingerprint(submission.tree / "starter", given or teacher / "starter")
             hide = (source.resolve().parent, out or source.resolve().parent)  # where the others and their results lie
-            _grade(grade, submission, teacher, Sandbox(submission.tree, work / "scratch", limits, hide), seed, only,
-                   show_seed, progress)
+            box = Sandbox(submission.tree, work / "scratch", limits, hide)
+            progress("its code")
+            grade.prints = read_code(submission, teacher, given, box)
+            _grade(grade, submission, teacher, box, seed, only, show_seed, progress)
     except BadSubmission as error:
         grade.problem = str(error)
     except Exception as error:  # a class goes on, and the teacher is told
@@ -183,6 +185,37 @@ def commands(box: Sandbox) -> dict[str, Outcome]:
         text = b"".join(said).decode(errors="replace")
         found[f"Commands.{name}"] = Outcome("passed" if good else "failed", "" if good else f"it {ended}\n{text}")
     return found
+
+
+def read_code(submission: Submission, teacher: Path, given: Path | None, box: Sandbox) -> Fingerprint | None:
+    """The fingerprint of its code, and notes of what the marker should look at; behind walls, with their limits, since
+    a parser can be made slow."""
+    visible = teacher / "starter"
+    if given and not given.resolve().is_relative_to(teacher.resolve()):  # what was handed out may be out of sight there
+        visible = box.scratch.parent / "given"
+        shutil.copytree(given, visible, ignore=shutil.ignore_patterns("__pycache__"))
+    notes: list[str] = []
+    numbers: set[int] = set()
+    whole: list[bool] = []
+
+    def take_line(line: bytes) -> None:
+        kind, *content = json.loads(line)
+        if kind == "notes":
+            notes.extend(content[0])
+        elif kind == "numbers":
+            numbers.update(content[0])
+        whole.extend([True] * (kind == "done"))
+
+    box.scratch.mkdir(exist_ok=True)
+    command = box.command(str(HERE / "read_code.py"), str(submission.tree / "starter"), str(visible), str(teacher),
+                          trusted=True)
+    ended = run_lines(command, None, CODE_SECONDS, take_line, box)
+    if visible.parent == box.scratch.parent:
+        shutil.rmtree(visible, ignore_errors=True)
+    submission.notes += notes
+    if not whole:
+        submission.notes.append(f"its code was not read to the end, for notes and for likeness: reading it {ended}")
+    return Fingerprint(frozenset(numbers)) if whole else None
 
 
 def read_papers(papers: Path, teacher: Path, box: Sandbox) -> dict[str, Any]:

@@ -194,8 +194,8 @@ class Sandbox:
         return self._guarded(enclosed(command, self.scratch, self.hidden, (TEACHER, *PYTHON)), True, False)
 
     def _guarded(self, command: list[str], mine: bool, filtered: bool) -> list[str]:
-        """A command that ends with who starts it; ``mine``: that is this process. Elsewhere than on Linux it looks after
-        that itself (``confine.py``, ``judge.py``)."""
+        """A command that ends with who starts it; ``mine``: that is this process. Elsewhere than on Linux it looks
+        after that itself (``confine.py``, ``judge.py``)."""
         if not sys.platform.startswith("linux"):
             return command
         return [*GUARD, self.own("guard.py"), str(os.getpid() * mine), str(int(filtered)), *command]

@@ -29,7 +29,8 @@ from scripts.grading.grade import Grade, grade_one, hidden_digest, inner, sha
 from scripts.grading.rubric import Rubric
 from scripts.grading.runner import Draw, Outcome, _take, run_tests, told
 from scripts.grading.sandbox import Limits, Sandbox, has_namespaces
-from scripts.grading.similarity import Fingerprint
+from scripts.grading.similarity import Fingerprint, fingerprint
+from scripts.grading.submission import Submission
 from tests.extras import needs
 from tests.paths import ROOT
 from tests.support import run_main
@@ -190,6 +191,23 @@ KVCacheManager.stats = found
                 runner._run(way, ids, box, ROOT, draw, monotonic() + 60)
         self.assertEqual([seed for seed, _ in jobs], ["mine", "judges"])
         self.assertNotIn("judges", jobs[1][1])
+
+    def test_code_is_read_behind_walls(self):
+        """Also what stops the parser: the marker is told, and the submission is graded all the same."""
+        [starter] = self.submissions("s/starter")
+        (starter / "__init__.py").write_text("import subprocess\n" + "def f(a):\n    return [a, a + 1, a * 2]\n" * 40,
+                                             encoding="utf-8")
+        box = Sandbox(self.place / "s", self.place / "scratch", Limits())
+        one = Submission("s", self.place / "s", self.place / "papers")
+        given = self.place / "handout"
+        given.mkdir()
+        found = grading.read_code(one, ROOT, given, box)
+        self.assertEqual((found, one.notes), (fingerprint(starter, given), ["starter/__init__.py, line 1: imports "
+                                                                            "subprocess"]))
+        one.notes.clear()
+        with mock.patch.object(grading, "CODE_SECONDS", 0.01):
+            self.assertIsNone(grading.read_code(one, ROOT, given, box))
+        self.assertIn("was not read to the end", one.notes[0])
 
     def test_results_are_hidden(self):
         [source] = self.submissions("s/starter")
