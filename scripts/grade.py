@@ -38,13 +38,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from acceptance.seeds import plain_seed
 from scripts.grading import gradescope, results
 from scripts.grading.class_run import grade_class
 from scripts.grading.form import FormError, OpenForm, checked
 from scripts.grading.grade import Grade, all_tests
+from scripts.grading.plain import one_line
+from scripts.grading.plain import warning as warning_of
 from scripts.grading.sandbox import Limits, has_namespaces, stop_all
 from scripts.release_student import release
-from starter.base.console import EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_OK, guarded, run_program
+from starter.base.console import EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_OK, Console, guarded, run_program
 from starter.errors import RequestError
 
 
@@ -71,7 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check:
         from scripts.grading.proof import check
         return guarded(lambda: check(options.jobs))
-    seed = sys.stdin.readline().strip() if options.seed == "-" else options.seed
+    try:
+        seed = plain_seed(options.seed)
+    except ValueError as error:
+        parser.error(str(error))
     if not seed:
         parser.error("--seed is missing: any text that students do not know, or - to read it from standard input")
     if options.gradescope:
@@ -109,10 +115,20 @@ def grade(options: argparse.Namespace, seed: str) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     limits = Limits(all=options.time, memory=options.memory << 20)
 
+    console, unwritten = Console(sys.stdout), list[str]()
+    warning = warning_of(not has_namespaces(), only)
+    if warning:
+        console.write(warning + "\n")
+
     def done(one: Grade) -> None:
-        results.write(one, options.out / one.name)
-        came_to = one.problem or f"{one.automatic:g} of {one.automatic_most:g} automatic points"
-        print(results.one_line(f"{one.name}: {came_to}"), flush=True)
+        try:
+            results.write(one, options.out / one.name)
+        except OSError as error:  # a full disk, or a file in its folder's place: the others are graded all the same
+            unwritten.append(one_line(f"{one.name}: its results cannot be written: {error}"))
+            console.write(unwritten[-1] + "\n")
+        points = f"{one.automatic:g} of {one.automatic_most:g} automatic points"
+        came_to = "; ".join([one.problem] * bool(one.problem) + [points] * (bool(one.tests) or not one.problem))
+        console.write(one_line(f"{one.name}: {came_to}") + "\n")
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         given = Path(folder, "given")
@@ -125,12 +141,17 @@ def grade(options: argparse.Namespace, seed: str) -> int:
             pool.shutdown(cancel_futures=True)
             raise
     if len(found.grades) == 1:
-        print(results.text(found.grades[0]), end="")
+        console.write(results.text(found.grades[0]))
     else:
         for name, content in found.files().items():
-            results.save(options.out / name, content)
-        print(found.summary(), end="")
-    return EXIT_DIFFERS if any(one.problem for one in found.grades) else EXIT_OK
+            try:
+                results.save(options.out / name, content)
+            except OSError as error:
+                unwritten.append(f"{name} cannot be written: {error}")
+        console.write(found.summary())
+    for problem in unwritten:
+        print(one_line(problem), file=sys.stderr)
+    return EXIT_DIFFERS if unwritten or any(one.problem for one in found.grades) else EXIT_OK
 
 
 def expanded(paths: Iterable[Path]) -> list[Path]:
@@ -179,7 +200,7 @@ def merge(folder: Path) -> int:
         else:
             results.write(one, place)
             merged += 1
-            print(f"{one.name}: {one.total:g} of 100")
+            Console(sys.stdout).write(f"{one_line(one.name)}: {one.total:g} of 100\n")
     if len(grades) > 1 or (folder / "class.csv").is_file():
         results.save(folder / "class.csv", results.table(grades.values()))
     if still_open:

@@ -22,12 +22,13 @@ from time import monotonic, sleep
 from unittest import mock
 
 from scripts import grade as command
-from scripts.grading import class_run, runner
+from scripts.grading import class_run, results, runner
 from scripts.grading import grade as grading
 from scripts.grading.class_run import distinct_names, grade_class
 from scripts.grading.grade import Grade, grade_one, hidden_digest, inner, sha
+from scripts.grading.plain import warning
 from scripts.grading.rubric import Rubric
-from scripts.grading.runner import Draw, Outcome, _take, run_tests, told
+from scripts.grading.runner import Draw, Outcome, _take, as_told, run_tests, told
 from scripts.grading.sandbox import Limits, Sandbox, has_namespaces
 from scripts.grading.similarity import Fingerprint, fingerprint
 from scripts.grading.submission import Submission
@@ -135,6 +136,19 @@ class Believing(unittest.TestCase):
         _take(list, ["t"], outcomes, why, b'["t", "passed", ""]\n')
         self.assertEqual(outcomes, {"t": Outcome("failed", "why")})
 
+    def test_messages_are_bounded_and_obeyed_by_no_terminal(self):
+        """Nor do they hold the places of this machine."""
+        with tempfile.TemporaryDirectory() as folder:
+            tree = Path(folder).resolve() / "tree"
+            box = Sandbox(tree, tree.parent / "scratch", Limits())
+            said = as_told(f"{tree}/starter/a.py, {ROOT.resolve()}/acceptance/b.py, {Path.home()}/c \x1b[2J\x9b\u202e\r"
+                           + "\U0001f600" * 20_000 + "the end", box, ROOT)
+        self.assertTrue(said.startswith("starter/a.py, acceptance/b.py, ~/c \\x1b[2J\\x9b\\u202e\\r"), said[:100])
+        self.assertTrue(said.endswith("the end"))
+        self.assertLessEqual(len(said.encode()), runner.MOST)
+        self.assertIn("bytes left out", said)
+        self.assertEqual(said.count("\ufffd"), 0)
+
     def test_without_time_everything_has_failed(self):
         with tempfile.TemporaryDirectory() as folder:
             box = Sandbox(Path(folder), Path(folder, "scratch"), Limits(all=0))
@@ -205,9 +219,26 @@ KVCacheManager.stats = found
         self.assertEqual((found, one.notes), (fingerprint(starter, given), ["starter/__init__.py, line 1: imports "
                                                                             "subprocess"]))
         one.notes.clear()
-        with mock.patch.object(grading, "CODE_SECONDS", 0.01):
+        with mock.patch.object(grading, "run_lines", lambda *more: "was stopped: it took more than 60 seconds"):
             self.assertIsNone(grading.read_code(one, ROOT, given, box))
         self.assertIn("was not read to the end", one.notes[0])
+
+    def test_points_that_were_known_stay(self):
+        """The grader fails while it reads the papers."""
+        def fail(*where):
+            raise RuntimeError("a full disk")
+
+        shutil.copytree(ROOT / "starter", self.place / "s" / "starter", ignore=shutil.ignore_patterns("__pycache__"))
+        ids = ["M2KVCache.test_counters", "M2KVCache.test_append_then_read"]
+        with mock.patch.object(grading, "read_papers", fail), \
+                mock.patch.object(grading, "run_tests", lambda box, teacher, ids, *more: dict.fromkeys(
+                    ids, Outcome("passed"))), mock.patch.object(grading, "all_tests", lambda teacher: (ids, [])):
+            grade = grade_one(self.place / "s", ROOT, SEED, only=tuple(ids))
+        self.assertEqual(grade.problem, "the grader failed: RuntimeError: a full disk")
+        self.assertGreater(grade.automatic, 0)
+        self.assertNotEqual(results.row(grade)["automatic"], "")
+        unknown = Grade("x", Rubric.load().mark({}, []), problem="the grader failed")
+        self.assertEqual((results.row(unknown)["total"], results.row(unknown)["automatic"]), ("", ""))
 
     def test_results_are_hidden(self):
         [source] = self.submissions("s/starter")
@@ -281,6 +312,7 @@ class Command(Folders):
         run = subprocess.Popen(
             [sys.executable, str(ROOT / "scripts" / "grade.py"), str(self.place / "loops"), "--seed", SEED, "--out",
              str(self.place / "out"), "--tests", "M1Reference.test_golden_sequences"], stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             env={**os.environ, "TMPDIR": str(temporary)}, start_new_session=True)
         try:
             end = monotonic() + 60
@@ -293,6 +325,44 @@ class Command(Folders):
             run.kill()
         self.assertEqual((run.returncode, said), (130, b"interrupted\n"))
         self.assertEqual((of_this("", temporary), list(temporary.iterdir())), ([], []))
+
+    def run_class(self, *more, only=()):
+        """Three submissions whose tests are not run."""
+        def graded(path, *rest, **keywords):
+            one = marked(path, *rest, **keywords)
+            one.warning = warning(False, only)
+            return one
+
+        with mock.patch.object(class_run, "grade_one", graded), \
+                mock.patch.object(class_run, "fingerprint", lambda *folders: Fingerprint(frozenset())), \
+                mock.patch.object(command, "release", lambda out: (out / "starter").mkdir(parents=True)):
+            return run_main(command.main, *self.submissions("anna", "bert", "zoe"), "--seed", SEED, "--unsafe", "--out",
+                            self.place / "out", "--jobs", "1", *more)
+
+    def test_a_result_that_cannot_be_written_stops_nobody(self):
+        out = self.place / "out"
+        out.mkdir()
+        (out / "bert").write_text("a file where its folder should be", encoding="utf-8")
+        run = self.run_class()
+        self.assertEqual(run.code, 1)
+        self.assertRegex(run.err, "^bert: its results cannot be written: .*\n$")
+        self.assertTrue((out / "anna" / "result.txt").is_file() and (out / "zoe" / "result.txt").is_file())
+        self.assertEqual([row["submission"] for row in csv.DictReader(io.StringIO((out / "class.csv").read_text(
+            encoding="utf-8")))], ["anna", "bert", "zoe"])
+
+    def test_a_part_is_called_so_everywhere(self):
+        only = ("M2KVCache.test_counters",)
+        run = self.run_class("--tests", *only, only=only)
+        says = "A PART of the tests only (M2KVCache.test_counters)"
+        self.assertTrue(run.out.startswith(says))
+        for name in ("summary.txt", "anna/result.txt"):
+            self.assertTrue((self.place / "out" / name).read_text(encoding="utf-8").startswith(says), name)
+        folder = self.place / "out" / "anna"
+        self.assertIn(says, (self.place / "out" / "class.csv").read_text(encoding="utf-8"))
+        for name, first in (("result.json", lambda data: data["warning"]),
+                            ("results.json", lambda data: data["output"]),
+                            ("github.json", lambda data: data["tests"][0]["message"])):
+            self.assertTrue(first(json.loads((folder / name).read_text(encoding="utf-8"))).startswith(says), name)
 
     def test_what_cannot_be_graded(self):
         with mock.patch.object(command, "release", lambda out: (out / "starter").mkdir(parents=True)):
