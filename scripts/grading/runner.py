@@ -20,6 +20,7 @@ from time import monotonic
 from .plain import bounded, clean
 from .sandbox import HERE, PYTHON, Sandbox, run_lines
 
+JUDGE = 1 << 30  # bytes that the judge has at least
 LINES = 12  # of standard error that are shown
 STATES = ("passed", "failed", "skipped")
 MOST = 4_000  # bytes of a message
@@ -84,6 +85,9 @@ def _run(way, ids, box, teacher, draw, until):
         errors: list[str] = []
         ended = run_lines(command, job, seconds, partial(_take, accept, left, outcomes, why), box,
                           limits.start + 2 * limits.test, errors)
+        for test in left:  # one that ended the submission's process, beside the judge's
+            if test in outcomes and "the submission's process: it has ended" in outcomes[test].message:
+                outcomes[test] = replace(outcomes[test], message=outcomes[test].message + last(errors))
         left = [test for test in left if test not in outcomes]
         if left:
             happened = "".join(why) or f"the process {ended} before this test did"
@@ -136,6 +140,7 @@ def _inside(box, teacher, ids, seed):
 
 def _outside(box, teacher, ids, seed):
     job = {"tree": str(box.tree), "teacher": str(teacher), "scratch": str(box.scratch), "ids": ids, "seed": seed,
-           "hang": box.limits.test, "worker": box.command(box.own("worker.py"), str(box.tree), nested=True),
+           "hang": box.limits.test, "memory": max(box.limits.memory, JUDGE),
+           "worker": box.command(box.own("worker.py"), str(box.tree), nested=True),
            "python": box.python()}
     return box.enclose([sys.executable, str(HERE / "judge.py")]), job, list
