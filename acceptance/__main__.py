@@ -27,8 +27,8 @@ NAMES = {"M1Reference": "schema and reference", "M2KVCache": "KV cache", "M3Cont
 
 
 def main(arguments=None):
-    wrong = WRONG if HAS_WRONG else ""  # they are the teacher's
-    parser = argparse.ArgumentParser(prog="python3 -m acceptance", description=(__doc__ or "").replace("{wrong}\n", wrong),
+    description = (__doc__ or "").replace("{wrong}\n", WRONG if HAS_WRONG else "")  # they are the teacher's
+    parser = argparse.ArgumentParser(prog="python3 -m acceptance", description=description,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", nargs="*", metavar="TEST", help="milestones or (parts of) names of tests")
     parser.add_argument("--seed", help="what to draw from; the default is another one in every run")

@@ -112,7 +112,9 @@ def ended(status):
 
 def last_lines(raw):
     """The last lines on standard error, as a part of a message. What a crash leaves there names the line of Python."""
-    rows = raw[-8_000:].decode(errors="replace").rstrip().splitlines()[-LINES:]
+    rows = raw[-8_000:].decode(errors="replace").rstrip().splitlines()
+    crash = next((i for i, row in enumerate(rows) if row.startswith("Fatal Python error")), len(rows) - LINES)
+    rows = rows[max(0, crash):][:LINES]  # what a crash leaves there begins with the innermost call
     rows = ["".join(c if c.isprintable() or c == "\t" else "?" for c in row)[:200] for row in rows]
     return "".join(f"\n  {row}" for row in ["stderr:   the last lines of it:", *rows]) if rows else ""
 

@@ -58,6 +58,7 @@ class M1Reference(Case):
         golden = scenario.golden.tokens if scenario.golden else {}
         requests = sorted(scenario.requests, key=lambda request: len(request.prompt_tokens))
         with starter.InferenceEngine.from_scenario(scenario, backend="cpu", use_cache=False) as engine:
+            self.engines.append(engine)
             for request in requests[:len(requests) // 2]:
                 name = engine.submit(request.prompt_tokens, min(request.max_tokens, 6), request_id=request.request_id,
                                      stop_tokens=request.stop_tokens)
@@ -72,6 +73,7 @@ class M1Reference(Case):
         oracle = Oracle(scenario.model, seeded_weights(scenario.model, seed))
         with starter.InferenceEngine.from_scenario(scenario, backend="cpu", weights_seed=seed,
                                                    use_cache=False) as engine:
+            self.engines.append(engine)
             for request in sorted(scenario.requests, key=lambda request: len(request.prompt_tokens))[:3]:
                 few = min(request.max_tokens, 4)
                 name = engine.submit(request.prompt_tokens, few, request_id=request.request_id)

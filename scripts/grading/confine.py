@@ -22,7 +22,7 @@ import sys
 REFUSED = ("socket.__new__", "socket.connect", "socket.bind", "socket.getaddrinfo", "socket.gethostbyname",
            "socket.sendto", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork",
            "os.forkpty", "os.startfile", "os.kill", "os.killpg", "signal.pthread_kill", "ctypes.dlopen", "ctypes.dlsym",
-           "gc.get_objects", "gc.get_referrers", "gc.get_referents", "resource.setrlimit", "sys.settrace",
+           "gc.get_objects", "gc.get_referrers", "gc.get_referents", "resource.setrlimit",
            "sys.setprofile", "webbrowser.open", "code.__new__", "fcntl.ioctl", "pty.spawn", "setopencodehook",
            "cpython.PyInterpreterState_New", "os.setxattr", "os.removexattr", "os.unshare", "os.setns")
 REFUSED_KINDS = ("ctypes.", "sqlite3.", "syslog.", "winreg.", "_winapi.", "msvcrt.")

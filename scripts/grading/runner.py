@@ -110,7 +110,9 @@ def as_told(message: str, box: Sandbox, teacher: Path) -> str:
 
 def last(errors: list[str]) -> str:
     """The last lines on standard error, as a part of a message."""
-    rows = "".join(errors).rstrip().splitlines()[-LINES:]
+    rows = "".join(errors).rstrip().splitlines()
+    crash = next((i for i, row in enumerate(rows) if row.startswith("Fatal Python error")), len(rows) - LINES)
+    rows = rows[max(0, crash):][:LINES]  # what a crash leaves there begins with the innermost call
     return "".join(f"\n  {row[:200]}" for row in ["stderr:   the last lines of it:", *rows]) if rows else ""
 
 

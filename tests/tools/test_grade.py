@@ -149,6 +149,12 @@ class Believing(unittest.TestCase):
         self.assertIn("bytes left out", said)
         self.assertEqual(said.count("\ufffd"), 0)
 
+    def test_the_last_words_of_a_crash_begin_with_the_innermost_call(self):
+        calls = "".join(f'  File "{i}.py", line 1 in f\n' for i in range(50))
+        self.assertIn('"0.py"', runner.last(["noise\n" * 20, f"Fatal Python error: Segmentation fault\n{calls}"]))
+        self.assertIn('"49.py"', runner.last([calls]))
+        self.assertEqual(runner.last([""]), "")
+
     def test_without_time_everything_has_failed(self):
         with tempfile.TemporaryDirectory() as folder:
             box = Sandbox(Path(folder), Path(folder, "scratch"), Limits(all=0))
@@ -256,6 +262,21 @@ KVCacheManager.stats = found
         with mock.patch.object(grading, "read_papers", lambda *where: grading.NO_PAPERS), \
                 mock.patch.object(grading, "all_tests", lambda teacher: (["M2KVCache.test_counters"], [])):
             return grade_one(self.place / "s", ROOT, SEED, Limits(test=10, all=60), ("M2KVCache.test_counters",))
+
+    def test_a_crash_that_only_the_judge_sees(self):
+        grade = self.grade("""
+import os, sys
+if "worker_wire" in sys.modules:
+    import faulthandler
+    KVCacheManager.stats = lambda self: faulthandler._read_null()
+""")
+        message = grade.tests["M2KVCache.test_counters"].message
+        self.assertIn("the submission's process", message)
+        self.assertIn("kv_cache.py", message)
+        if os.name == "posix":
+            self.assertIn("was ended by SIGSEGV", message)
+        for place in (ROOT, Path.home(), self.place):
+            self.assertNotIn(f"{place}{os.sep}", message)
 
     def test_a_good_one(self):
         grade = self.grade()
