@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import struct
 import sys
 import tempfile
 import time
@@ -178,6 +179,24 @@ def _plain(value):
         return kind.__name__, [(field.name, _plain(getattr(value, field.name))) for field in fields(value)]
     raise AssertionError(f"happened: an object of class {kind.__name__}\n  hint:     plain data is wanted here: "
                          "built-in numbers, texts, lists, tuples and dictionaries")
+
+
+def item_bytes(numbers):
+    """The bytes that a stored number needs at least, by what comes back: 8 if single precision does not hold them all,
+    4 if neither form of half precision does, else 2."""
+    def fits(form, number):
+        try:
+            return struct.unpack(form, struct.pack(form, number))[0] == number
+        except OverflowError:
+            return False
+
+    def is_bfloat(number):
+        return fits("<f", number) and struct.pack("<f", number)[:2] == b"\0\0"
+
+    numbers = [float(number) for number in numbers]
+    if not all(fits("<f", number) for number in numbers):
+        return 8
+    return 2 if all(fits("<e", number) for number in numbers) or all(map(is_bfloat, numbers)) else 4
 
 
 def given(test):

@@ -1,4 +1,4 @@
-"""What a failure tells a student: file, line and text of their own code, how a process ended; and no more than a screen."""
+"""What a failure tells a student: file, line and text of their code, how a process ended; and no more than a screen."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Failures(unittest.TestCase):
 
     def test_an_error_that_reaches_the_test(self):
         head = "    def stats(self) -> CacheStats:"
-        self.tree("kv_cache.py", head, f"    def stats(self):\n        return nothing\n\n{head.replace('stats', 'old')}")
+        mistake = "    def stats(self):\n        return nothing\n\n"
+        self.tree("kv_cache.py", head, mistake + head.replace("stats", "old"))
         _, said = self.run_tests("M2KVCache.test_counters")
         self.assertRegex(said, r"NameError: name 'nothing' is not defined\n  where:    starter/kv_cache.py, line \d+, "
                                "in stats: return nothing")
