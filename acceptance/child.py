@@ -8,8 +8,10 @@ Against an engine that means harm (one that writes the lines itself, say) this i
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,7 @@ from harness import HANG_SECONDS, SEED
 from hidden import HIDDEN
 from test_student_acceptance import MILESTONES
 
+LINES = 12  # of standard error that are shown
 START_SECONDS = 60  # that a process may take beside its tests
 
 
@@ -63,7 +66,8 @@ def run_here(ids, variant=None):
 def _outcome(result):
     if result.failures or result.errors:
         [(_, report), *_] = result.failures + result.errors
-        return Outcome("failed", report.partition("AssertionError: ")[2].strip() or report)
+        message = report.partition("AssertionError: ")[2].strip()
+        return Outcome("failed", message or "happened: " + "\n  ".join(report.strip().splitlines()[-1:-4:-1]))
     return Outcome("skipped", result.skipped[0][1]) if result.skipped else Outcome("passed")
 
 
@@ -80,8 +84,9 @@ def run_apart(ids, variant="", environment=None):
                 outcomes[test_id] = Outcome(state, message)
             left = [test_id for test_id in left if test_id not in outcomes]
             if left:
-                outcomes[left.pop(0)] = Outcome("failed", f"happened: the process {ended} before this test did\n"
-                                                "  hint:     an engine raises errors; it ends no process")
+                how, said = ended
+                outcomes[left.pop(0)] = Outcome("failed", f"happened: the process {how} before this test did\n"
+                                                f"  hint:     an engine raises errors; it ends no process{said}")
     return {test_id: outcomes[test_id] for test_id in ids}
 
 
@@ -90,13 +95,33 @@ def _run_child(lines, variant, ids, environment):
         done = subprocess.run([sys.executable, str(HERE / "child.py"), str(lines), variant, *ids], cwd=HERE.parent,
                               env={**os.environ, **environment}, capture_output=True, check=False,
                               timeout=START_SECONDS + 2 * HANG_SECONDS * len(ids))
-    except subprocess.TimeoutExpired:
-        return "did not end in time and was stopped"
-    return f"ended with status {done.returncode}"
+    except subprocess.TimeoutExpired as late:
+        return "did not end in time and was stopped", last_lines(late.stderr or b"")
+    return ended(done.returncode), last_lines(done.stderr)
+
+
+def ended(status):
+    """How a process ended, in words."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name} ({(signal.strsignal(-status) or '').lower()})"
+    except ValueError:
+        return f"was ended by signal {-status}"
+
+
+def last_lines(raw):
+    """The last lines on standard error, as a part of a message. What a crash leaves there names the line of Python."""
+    rows = raw[-8_000:].decode(errors="replace").rstrip().splitlines()
+    crash = next((i for i, row in enumerate(rows) if row.startswith("Fatal Python error")), len(rows) - LINES)
+    rows = rows[max(0, crash):][:LINES]  # what a crash leaves there begins with the innermost call
+    rows = ["".join(c if c.isprintable() or c == "\t" else "?" for c in row)[:200] for row in rows]
+    return "".join(f"\n  {row}" for row in ["stderr:   the last lines of it:", *rows]) if rows else ""
 
 
 def main(lines, variant, *ids):
     """In the child."""
+    faulthandler.enable()  # after a crash standard error says where in Python it was
     chosen = None
     if variant:
         from acceptance.wrong.mistake import find

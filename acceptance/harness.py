@@ -22,11 +22,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import struct
 import sys
 import tempfile
 import time
 import unittest
 from _thread import interrupt_main
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -51,6 +53,10 @@ SEED = os.environ.get("P07_SEED") or str(random.SystemRandom().randrange(1_000_0
 PATIENCE = 2_000  # steps after which a request that is still live counts as starved
 HANG_SECONDS = int(os.environ.get("P07_HANG_SECONDS", "30"))  # a test that takes longer is interrupted
 TIMELINES = os.environ.get("P07_TIMELINES")  # folder in which every engine's timeline is kept
+INJECTED = "a fault injected by the acceptance suite"
+BUGS = ("NotImplementedError", "RuntimeError", *(kind.__name__ for base in (
+    ArithmeticError, AttributeError, ImportError, LookupError, NameError, TypeError, ValueError, AssertionError,
+    RecursionError) for kind in (base, *base.__subclasses__())))  # errors that no engine means
 TOLERANCE = 1e-3  # of logarithms of probabilities; float64 stays below 1e-12
 
 
@@ -79,21 +85,74 @@ def _explained(test):
             error, what = other, f"happened: {type(other).__name__}: {other}\n  where:    {_place(other)}"
         if isinstance(error, NotImplementedError):
             what += "\n  hint:     this part is still to be written"
-        elif missing := self._missing():
-            what += f"\n  missing:  {missing}"
+        elif trouble := self._trouble():
+            missing = "NotImplementedError" in trouble
+            what += f"\n  {'missing: ' if missing else 'first:   '} {trouble}"
+            if not missing and (place := _raised(type(self), self._testMethodName, trouble)):
+                what += f"\n  where:    {place}"
         case = f"\n  case:     {self.case}" if self.case else ""
         name = ".".join(self.id().split(".")[-2:])
         replay = f"python3 -m acceptance {name} --seed {SEED} --timelines replay"
-        message = f"{rule}\n  {what}{case}\n  why:      {why(rule)}\n  replay:   {replay}"
+        numbers = rule.partition(":")[0]
+        message = (f"{rule}\n  {what}{case}\n  why:      {why(rule)}\n  numbers:  docs/glossary.md says what "
+                   f"{numbers} is about\n  replay:   {replay}")
         raise AssertionError(message).with_traceback(error.__traceback__) from None
 
     return run
 
 
 def _place(error):
-    """Where an exception was raised."""
-    frame = extract_tb(error.__traceback__)[-1]
-    return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
+    """Where an exception was raised: the innermost line of the engine, with its text, where it passed through there."""
+    if place := getattr(error, "remote_where", ""):  # in another process
+        return place
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_file(error.filename)}, line {error.lineno}: {(error.text or '').strip()[:200]}"
+    frames = extract_tb(error.__traceback__)
+    mine = [frame for frame in frames if _is_engines(frame.filename)]
+    if not frames:
+        return "unknown"
+    frame = (mine or frames)[-1]
+    return f"{_file(frame.filename)}, line {frame.lineno}, in {frame.name}: {(frame.line or '').strip()[:200]}"
+
+
+def _is_engines(filename):
+    return Path(filename).is_relative_to(ROOT / "starter")
+
+
+def _file(filename):
+    """As the reader calls it: from the project's folder on."""
+    path = Path(filename)
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+
+
+def _raised(case, name, text):
+    """Where an error was raised that the engine caught and reported as ``text``: the test runs once more, watched,
+    since nobody can ask an error that is gone. "" where the engine runs elsewhere or the error does not come again."""
+    found: list[str] = []
+
+    def inside(frame, event, arg):
+        if event == "exception" and not found and f"{arg[0].__name__}: {arg[1]}" == text:
+            found.append(_place(arg[1].with_traceback(arg[2])))
+        return inside
+
+    def watch(frame, event, arg):
+        if found or not _is_engines(frame.f_code.co_filename):
+            return None
+        frame.f_trace_lines = False
+        return inside
+
+    again, before = case(name), sys.gettrace()
+    if "_wire" in vars(starter) or before is not None:
+        return ""
+    with suppress(BaseException):
+        sys.settrace(watch)
+        try:
+            again.setUp()
+            getattr(case, name).__wrapped__(again)
+        finally:
+            sys.settrace(before)
+            again.doCleanups()
+    return found[0] if found else ""
 
 
 def _short(value, other):
@@ -120,6 +179,24 @@ def _plain(value):
         return kind.__name__, [(field.name, _plain(getattr(value, field.name))) for field in fields(value)]
     raise AssertionError(f"happened: an object of class {kind.__name__}\n  hint:     plain data is wanted here: "
                          "built-in numbers, texts, lists, tuples and dictionaries")
+
+
+def item_bytes(numbers):
+    """The bytes that a stored number needs at least, by what comes back: 8 if single precision does not hold them all,
+    4 if neither form of half precision does, else 2."""
+    def fits(form, number):
+        try:
+            return struct.unpack(form, struct.pack(form, number))[0] == number
+        except OverflowError:
+            return False
+
+    def is_bfloat(number):
+        return fits("<f", number) and struct.pack("<f", number)[:2] == b"\0\0"
+
+    numbers = [float(number) for number in numbers]
+    if not all(fits("<f", number) for number in numbers):
+        return 8
+    return 2 if all(fits("<e", number) for number in numbers) or all(map(is_bfloat, numbers)) else 4
 
 
 def given(test):
@@ -157,10 +234,15 @@ class Case(unittest.TestCase):
     def ready(self):
         """Fails while the milestone has not begun, so that its tests do not pass for want of what they look at."""
 
-    def _missing(self):
-        """What is still to be written, if a request ended because of that."""
-        errors = (str(event.get("error")) for engine in self.engines for event in engine.timeline)
-        return next((error for error in errors if "NotImplementedError" in error), "")
+    def _trouble(self):
+        """The first error that the engine reported of a request, if no test provoked it; what is still to be written
+        comes first. "" if the engine has none, or cannot be asked any more."""
+        try:
+            errors = [str(event["error"]) for engine in self.engines for event in engine.timeline if event.get("error")]
+        except Exception:  # its process has ended, or its timeline is still to be written
+            return ""
+        errors.sort(key=lambda error: "NotImplementedError" not in error)
+        return next((error for error in errors if INJECTED not in error and error.partition(":")[0] in BUGS), "")
 
     def _interrupt(self):
         self.hung = True
@@ -262,7 +344,7 @@ class Meter:
 
     def embed(self, table, tokens):
         if self.poison in tokens:
-            raise RuntimeError("a fault injected by the acceptance suite")
+            raise RuntimeError(INJECTED)
         self.tokens += len(tokens)
         return self.inner.embed(table, tokens)
 

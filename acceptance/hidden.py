@@ -29,6 +29,7 @@ from hidden_memory import HiddenMemory
 from hidden_quantization import HiddenQuantization
 from hidden_requests import HiddenRequests
 from hidden_service import HiddenService
+from seeds import plain_seed
 
 HIDDEN = (HiddenRequests, HiddenCache, HiddenLoads, HiddenMemory, HiddenQuantization, HiddenService)
 
@@ -89,7 +90,11 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     chosen = {test_id: what for test_id, what in listed().items()
               if not options.tests or any(word in test_id for word in options.tests)}
-    seed = sys.stdin.readline().strip() if options.seed == "-" else options.seed
+    try:
+        seed = plain_seed(options.seed)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     if not chosen or not (seed or options.list):
         print("--seed is missing: any text, or - to read it from standard input" if chosen else
               f"no hidden test has a name with {' or '.join(options.tests)}; --list shows them", file=sys.stderr)

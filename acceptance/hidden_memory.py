@@ -115,6 +115,7 @@ class HiddenMemory(Hidden):
         M3ContinuousBatching.ready(self)  # type: ignore[arg-type]  # it uses nothing but what every case has
         scenario = tiny_scenario(Random(0), layers=1)
         with starter.InferenceEngine.from_scenario(scenario, page_size=4, num_pages=3, max_running=2) as engine:
+            self.engines.append(engine)
             for name in [engine.submit([1, 2], 8) for _ in "ab"]:
                 *_, last = engine.stream(name)
                 self.that(last.finish_reason == "length", f"of two requests in too small a pool one ended with "

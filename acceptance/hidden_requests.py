@@ -104,6 +104,7 @@ class HiddenRequests(Hidden):
         oracle = Oracle(fixture.model, seeded_weights(fixture.model, scenario["weights_seed"]))
         with starter.InferenceEngine.from_scenario(fixture, backend="cpu", use_cache=False,
                                                    weights_seed=scenario["weights_seed"]) as engine:
+            self.engines.append(engine)
             for request in Random(scenario["order"]).sample(requests, 3):
                 few = min(request.max_tokens, scenario["most"])
                 name = engine.submit(request.prompt_tokens, few, request_id=request.request_id)

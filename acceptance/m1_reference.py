@@ -6,12 +6,14 @@ There is no cache yet (``use_cache=False``), and nothing here asks for more than
 from __future__ import annotations
 
 import json
+from cmath import rect
 from functools import partial
+from math import exp, fsum, sqrt
 from pathlib import Path
 from random import Random
 
 import observed
-from harness import ROOT, Case, given, load_document, tiny_scenario
+from harness import ROOT, Case, given, load_document, plain_backend, tiny_scenario
 from oracle import Oracle
 
 import starter
@@ -58,6 +60,7 @@ class M1Reference(Case):
         golden = scenario.golden.tokens if scenario.golden else {}
         requests = sorted(scenario.requests, key=lambda request: len(request.prompt_tokens))
         with starter.InferenceEngine.from_scenario(scenario, backend="cpu", use_cache=False) as engine:
+            self.engines.append(engine)
             for request in requests[:len(requests) // 2]:
                 name = engine.submit(request.prompt_tokens, min(request.max_tokens, 6), request_id=request.request_id,
                                      stop_tokens=request.stop_tokens)
@@ -72,6 +75,7 @@ class M1Reference(Case):
         oracle = Oracle(scenario.model, seeded_weights(scenario.model, seed))
         with starter.InferenceEngine.from_scenario(scenario, backend="cpu", weights_seed=seed,
                                                    use_cache=False) as engine:
+            self.engines.append(engine)
             for request in sorted(scenario.requests, key=lambda request: len(request.prompt_tokens))[:3]:
                 few = min(request.max_tokens, 4)
                 name = engine.submit(request.prompt_tokens, few, request_id=request.request_id)
@@ -95,6 +99,37 @@ class M1Reference(Case):
             run = Run(self)
             run.submit(run.prompt(length), max_tokens)
             run.finish()
+
+    def test_operations(self):
+        """M1: norm, linear, rotate, swiglu and attention of the plain backend compute what their formulas say."""
+        from starter.backend import attention
+        backend, rng = plain_backend(), self.rng
+
+        def rows(count, columns):
+            return [[rng.gauss(0, 1.5) for _ in range(columns)] for _ in range(count)]
+
+        def near(name, got, wanted):
+            self.case = name
+            got = [list(map(float, row)) for row in got]
+            self.same([len(row) for row in got], [len(row) for row in wanted], "one row of numbers for each row")
+            far = max(abs(a - b) for one, other in zip(got, wanted) for a, b in zip(one, other))
+            self.that(far < 1e-6, f"{got[0][:4]}..., not {wanted[0][:4]}...", "the docstring has the formula")
+
+        x, matrix, gain = rows(3, 8), rows(5, 8), rows(1, 8)[0]
+        near("norm", backend.norm(x, gain, 1e-5), [
+            [v / sqrt(fsum(w * w for w in row) / 8 + 1e-5) * g for v, g in zip(row, gain)] for row in x])
+        near("linear", backend.linear(matrix, x), [
+            [fsum(a * b for a, b in zip(weights, row)) for weights in matrix] for row in x])
+        near("rotate", backend.rotate(x, [0, 3, 11], (1.0, 0.25)), [
+            [part for i in range(0, 8, 2) for number in [complex(row[i], row[i + 1]) * rect(
+                1, position * (1.0, 0.25)[i // 2 % 2])] for part in (number.real, number.imag)]
+            for row, position in zip(x, (0, 3, 11))])
+        near("swiglu", backend.swiglu(x, x[::-1]), [
+            [z / (1 + exp(-z)) * u for z, u in zip(gates, ups)] for gates, ups in zip(x, x[::-1])])
+        query, keys, values = gain, rows(4, 8), rows(4, 8)
+        shares = [exp(fsum(a * b for a, b in zip(query, key)) / sqrt(8)) for key in keys]
+        near("attention", [attention(query, keys, [list(column) for column in zip(*values)])], [
+            [fsum(share * value[i] for share, value in zip(shares, values)) / fsum(shares) for i in range(8)]])
 
     def test_text_of_a_stream(self):
         """T3: the texts of a request's events, joined, are the decoded tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from harness import PATIENCE, Case, Meter, tiny_scenario
+from harness import PATIENCE, Case, Meter, item_bytes, tiny_scenario
 from observed import Run
 from stored import Change
 
@@ -94,6 +94,7 @@ class M2KVCache(Case):
         first = kv.allocate("a", 8)
         for _ in range(6):
             kv.append(first, numbers(self.rng), numbers(self.rng))
+        stored = [number for i in range(6) for row in kv.read(first, i) for number in row]
         second = kv.allocate("c", 9)
         stats = kv.stats()
         self.same((stats.allocations, stats.releases, stats.misses, stats.hits), (2, 0, 6, 0),
@@ -104,6 +105,9 @@ class M2KVCache(Case):
         self.same((kv.stats().releases, kv.stats().peak_pages), (2, 5), "releases are counted, the peak stays")
         self.that(kv.stats().peak_bytes > 0 and kv.stats().peak_bytes % 5 == 0, f"peak_bytes {kv.stats().peak_bytes}",
                   "peak_bytes = peak_pages * bytes of a page")
+        least = 5 * 4 * 2 * 3 * item_bytes(stored)  # pages, slots, key and value, width
+        self.that(kv.stats().peak_bytes >= least, f"peak_bytes {kv.stats().peak_bytes}; what is read back needs "
+                  f"{item_bytes(stored)} bytes a number: {least}", "claim the bytes that the numbers take")
 
     def test_prefill_and_decode(self):
         """M2: the prompt's positions are computed as prefill, every later one as a decode token, each once."""

@@ -177,6 +177,18 @@ class M4PagedKV(Case):
             self.same((metrics.output_tokens, metrics.ttft.count), (sum(map(len, outputs.values())), 8),
                       "tokens computed again after a preemption are not counted again")
 
+    def test_pages_are_taken_as_they_fill(self):
+        """V1: two requests run side by side in a pool that holds both as they are, not both as they could become; when
+        it is full one gives way and is computed again."""
+        run = Run(self, num_pages=6, max_running=2, budget_tokens=16)
+        names = [run.submit(run.prompt(4), 16) for _ in range(2)]  # 19 positions each: 5 pages of 4 in the end
+        run.finish()
+        served = [{chunk.request_id for chunk in decision.chunks} for decision in run.decisions]
+        self.that(any(set(names) <= some for some in served), f"6 pages, served step by step: {served[:8]}",
+                  "do not reserve the pages of max_tokens: take one when the last is full")
+        self.that(any(decision.preempted for decision in run.decisions), "no request gave way, 10 pages were needed",
+                  "when no page is free, preempt a request and put it back into the queue")
+
     def test_sampling_survives_preemption(self):
         """V1: a seeded sampling request draws the same tokens when it is interrupted for want of pages."""
         scenario, weights_seed, outputs = tiny_scenario(self.rng), self.rng.randrange(2**31), []

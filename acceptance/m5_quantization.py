@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import math
+import sys
 import tracemalloc
+from contextlib import contextmanager
 from random import Random
 
 from harness import Case, SkipPart, tiny_scenario
@@ -13,6 +15,7 @@ from observed import Run
 
 import starter
 
+ASKED = (("is_tracing", False), ("get_traced_memory", (0, 0)), ("get_tracemalloc_memory", 0))
 FORMATS = [(bits, symmetric) for bits in (8, 4) for symmetric in (True, False)]
 
 
@@ -37,6 +40,21 @@ def explain(q, signed):
     zeros = list(q.zero_points) or [0] * len(q.scales)
     return [[q.scales[r * per_row + c // size] * (codes[r * columns + c] - zeros[r * per_row + c // size])
              for c in range(columns)] for r in range(rows)]
+
+
+@contextmanager
+def untold():
+    """Memory is traced, and whoever asks in this process is told that it is not: an engine that holds less while it is
+    watched is found out."""
+    modules, answers = (sys.modules["tracemalloc"], sys.modules["_tracemalloc"]), dict(ASKED)
+    saved = [(module, name, getattr(module, name)) for module in modules for name in answers]
+    for module, name, _ in saved:
+        setattr(module, name, lambda *more, name=name: answers[name])
+    try:
+        yield
+    finally:
+        for module, name, right in saved:
+            setattr(module, name, right)
 
 
 class M5Quantization(Case):
@@ -252,7 +270,8 @@ class M5Quantization(Case):
             used_engine(quantization)  # what is imported or made once and for all is not counted
             gc.collect()
             tracemalloc.start()
-            engine = used_engine(quantization)
+            with untold():
+                engine = used_engine(quantization)
             gc.collect()
             held = tracemalloc.get_traced_memory()[0]
             tracemalloc.stop()

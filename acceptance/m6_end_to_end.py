@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from threading import Thread
 
-from harness import GENUINE, ROOT, Case, Meter, tiny_document, tiny_scenario
+from harness import GENUINE, ROOT, Case, Meter, item_bytes, tiny_document, tiny_scenario
 from observed import Run
 from oracle import CLEAR, Oracle
 
@@ -61,9 +61,13 @@ class M6EndToEnd(Case):
         run.submit(run.prompt(3), 2)
         run.finish()
         page, model = run.engine.kv.stats().peak_bytes, run.scenario.model  # one page of 4 tokens was used
-        self.that(page >= 2 * 2 * 4 * model.layers * model.kv_heads * model.width // model.heads,
-                  f"{page} bytes a page",
-                  "a page holds keys and values of all layers, at 2 bytes a number or more")
+        [life] = run.lives.values()
+        stored = [float(number) for slot in range(3) for row in run.meter.store.read(life.pages[0], slot)
+                  for number in row]
+        item = item_bytes(stored)
+        self.that(page >= item * 2 * 4 * model.layers * model.kv_heads * model.width // model.heads,
+                  f"{page} bytes a page; the numbers in it need {item} bytes each",
+                  "a page holds keys and values of all layers; claim the bytes that they take")
         small = Run(self, run.scenario, kv_budget_bytes=5 * page + page // 2)
         self.same(small.engine.kv.total_pages, 5, f"{5.5} pages of {page} bytes")
         for _ in range(6):

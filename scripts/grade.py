@@ -15,8 +15,8 @@ Only starter/ of a submission counts; tests and fixtures are the teacher's. Each
 the submission, as students run it, and with the submission in a process of its own, watched by a judge that none of its
 code runs in (scripts/grading/wire.py). It counts if it passes both times. What is skipped, missing, late or crashed has
 failed. The walls around the submission are those that the system offers (scripts/grading/sandbox.py), and result.txt
-names them: on Linux with util-linux namespaces and resource limits, elsewhere an audit hook, time and disk limits, so
-that a class that means harm is best graded on Linux, in a container or under a user of its own.
+names them: on Linux with util-linux namespaces, a filter of system calls and resource limits, elsewhere an audit hook,
+time and disk limits. Without namespaces nothing is graded but with --unsafe, and every output begins by saying so.
 
 Exit code 0: graded, whatever the points. 1: something could not be graded, or --check found a wrong mark. 2: bad input.
 """
@@ -27,10 +27,12 @@ import argparse
 import glob
 import json
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 if sys.version_info < (3, 10):  # noqa: UP036  # before any line that such a Python could not run
@@ -39,13 +41,16 @@ if sys.version_info < (3, 10):  # noqa: UP036  # before any line that such a Pyt
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from acceptance.seeds import plain_seed
 from scripts.grading import gradescope, results
 from scripts.grading.class_run import grade_class
 from scripts.grading.form import FormError, OpenForm, checked
 from scripts.grading.grade import Grade, all_tests
-from scripts.grading.sandbox import Limits
+from scripts.grading.plain import one_line
+from scripts.grading.plain import warning as warning_of
+from scripts.grading.sandbox import Limits, has_namespaces, stop_all
 from scripts.release_student import release
-from starter.base.console import EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_OK, guarded, run_program
+from starter.base.console import EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_OK, Console, guarded, run_program
 from starter.errors import RequestError
 
 
@@ -59,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--time", type=int, default=Limits.all, metavar="SECONDS", help="for all tests of a submission")
     parser.add_argument("--memory", type=int, default=Limits.memory >> 20, metavar="MIB")
     parser.add_argument("--tests", action="append", default=[], metavar="PART", help="only tests with this in the name")
+    parser.add_argument("--unsafe", action="store_true",
+                        help="grade although this system has no namespaces: what is graded could read and change what "
+                             "you can")
     parser.add_argument("--show-seed", action="store_true", help="messages hold what was drawn from: for teachers only")
     parser.add_argument("--merge", type=Path, metavar="FOLDER", help="add the points of filled-in forms in this folder")
     parser.add_argument("--gradescope", type=Path, metavar="OUT.zip", help="write an autograder for Gradescope")
@@ -69,7 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check:
         from scripts.grading.proof import check
         return guarded(lambda: check(options.jobs))
-    seed = sys.stdin.readline().strip() if options.seed == "-" else options.seed
+    try:
+        seed = plain_seed(options.seed)
+    except ValueError as error:
+        parser.error(str(error))
     if not seed:
         parser.error("--seed is missing: any text that students do not know, or - to read it from standard input")
     if options.gradescope:
@@ -78,7 +89,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("name at least one submission, and at least one job")
     if options.time < 1 or options.memory < 1:
         parser.error(f"--time {options.time} --memory {options.memory}: both must be at least 1")
-    return guarded(lambda: grade(options, seed))
+    if not has_namespaces() and not options.unsafe:
+        print("this system has no namespaces (Linux with util-linux has; in a container they may be forbidden), so a "
+              "submission could read and change what you can: grade on one that has, or add --unsafe where you trust "
+              "all submissions or the machine holds nothing else", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    with stopping():
+        return guarded(lambda: grade(options, seed))
+
+
+@contextmanager
+def stopping() -> Iterator[None]:
+    """SIGTERM, as from a time limit of a CI job, ends the grader as Ctrl-C does: whatever runs behind walls ends first,
+    and what was unpacked is removed."""
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def grade(options: argparse.Namespace, seed: str) -> int:
@@ -87,23 +118,43 @@ def grade(options: argparse.Namespace, seed: str) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     limits = Limits(all=options.time, memory=options.memory << 20)
 
+    console, unwritten = Console(sys.stdout), list[str]()
+    warning = warning_of(not has_namespaces(), only)
+    if warning:
+        console.write(warning + "\n")
+
     def done(one: Grade) -> None:
-        results.write(one, options.out / one.name)
-        came_to = one.problem or f"{one.automatic:g} of {one.automatic_most:g} automatic points"
-        print(results.one_line(f"{one.name}: {came_to}"), flush=True)
+        try:
+            results.write(one, options.out / one.name)
+        except OSError as error:  # a full disk, or a file in its folder's place: the others are graded all the same
+            unwritten.append(one_line(f"{one.name}: its results cannot be written: {error}"))
+            console.write(unwritten[-1] + "\n")
+        points = f"{one.automatic:g} of {one.automatic_most:g} automatic points"
+        came_to = "; ".join([one.problem] * bool(one.problem) + [points] * (bool(one.tests) or not one.problem))
+        console.write(one_line(f"{one.name}: {came_to}") + "\n")
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         given = Path(folder, "given")
         release(given)
-        found = grade_class(submissions, ROOT, seed, pool, limits, only, options.show_seed, given / "starter", done,
-                            options.out.resolve())
+        try:
+            found = grade_class(submissions, ROOT, seed, pool, limits, only, options.show_seed, given / "starter", done,
+                                options.out.resolve())
+        except BaseException:  # the pool waits for its threads
+            stop_all()
+            pool.shutdown(cancel_futures=True)
+            raise
     if len(found.grades) == 1:
-        print(results.text(found.grades[0]), end="")
+        console.write(results.text(found.grades[0]))
     else:
         for name, content in found.files().items():
-            results.save(options.out / name, content)
-        print(found.summary(), end="")
-    return EXIT_DIFFERS if any(one.problem for one in found.grades) else EXIT_OK
+            try:
+                results.save(options.out / name, content)
+            except OSError as error:
+                unwritten.append(f"{name} cannot be written: {error}")
+        console.write(found.summary())
+    for problem in unwritten:
+        print(one_line(problem), file=sys.stderr)
+    return EXIT_DIFFERS if unwritten or any(one.problem for one in found.grades) else EXIT_OK
 
 
 def expanded(paths: Iterable[Path]) -> list[Path]:
@@ -152,7 +203,7 @@ def merge(folder: Path) -> int:
         else:
             results.write(one, place)
             merged += 1
-            print(f"{one.name}: {one.total:g} of 100")
+            Console(sys.stdout).write(f"{one_line(one.name)}: {one.total:g} of 100\n")
     if len(grades) > 1 or (folder / "class.csv").is_file():
         results.save(folder / "class.csv", results.table(grades.values()))
     if still_open:

@@ -135,4 +135,60 @@ EXIT = "\nimport os as _os\n_os._exit(0)\n"
 SLEEP = "\nimport time as _time\n_time.sleep(10 ** 6)\n"
 REFUSALS = "\nNotImplementedError = QuantizationError\n"
 FORKS = "\nimport os as _os\nwhile True:\n    _os.fork()\n"
+REFERENCE = """
+_known = {}
+
+def _forward(self, batch, store):
+    from .reference import reference_logits
+    parameters, logits = self.parameters(), []
+    self.backend.embed(self.embedding, batch.tokens)
+    for span in batch.spans:
+        mine = _known.setdefault((id(store), tuple(span.context)[0]), [])
+        mine[span.end - span.count:] = batch.tokens[span.first_row:span.first_row + span.count]
+        if span.first_row + span.count - 1 in batch.logit_rows:
+            logits.append(reference_logits(self.config, parameters, mine))
+    return logits
+
+Model.forward = _forward
+"""  # the operations are still to be written; the given reference does the work
+QUARTER = """
+from .kv_cache import PlainStore as _PlainStore
+
+def _claim(store):
+    right = store.__init__
+    def init(self, *arguments, **more):
+        right(self, *arguments, **more)
+        self.page_bytes //= 4
+    store.__init__ = init
+
+_claim(_PlainStore)
+_claim(ReferenceKVStore)
+"""
+WATCHED = """
+_matrix = ReferenceBackend.matrix
+
+def _matrix_and_copy(self, tensor, quantization, *more):
+    import tracemalloc
+    made = _matrix(self, tensor, quantization, *more)
+    if quantization and not tracemalloc.is_tracing():
+        object.__setattr__(made, "copy", dequantize(made))
+    return made
+
+ReferenceBackend.matrix = _matrix_and_copy
+"""  # float weights beside the codes, unless memory is being traced
+RESERVES = """
+_open_table = ContinuousBatchScheduler._open_table
+
+def _most(self, one):
+    return -(-(len(one.request.prompt_tokens) + one.request.max_tokens - 1) // self._pages.page_size)
+
+def _open_if_all_fit(self, plan, sequence):
+    asked = sum(_most(self, one) for one in (*self._running.values(), sequence))
+    if self.kv and self._running and asked > self.kv.total_pages:
+        plan.reasons.setdefault(sequence.id, "waits: all pages that it may need are to be free")
+        return False
+    return _open_table(self, plan, sequence)
+
+ContinuousBatchScheduler._open_table = _open_if_all_fit
+"""  # no preemption is ever needed
 SUBMITTED = "\nInferenceEngine.submit = lambda self, *a, **k: __import__('time').sleep(10 ** 6)\n"

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from .grade import LIMITS, Grade, grade_one
-from .results import number, one_line, sheet, table
+from .plain import one_line
+from .results import number, sheet, table
 from .rubric import Rubric
 from .sandbox import Limits
 from .similarity import Fingerprint, Pair, fingerprint, grouped, near_pairs
@@ -52,8 +53,9 @@ class ClassGrades:
 
     def summary(self) -> str:
         """How the class did, which tests fail most, and which submissions are alike."""
-        points = sorted(grade.automatic for grade in self.grades)
-        rows = [f"{len(points)} submissions in {self.seconds:.0f} seconds; automatic points: lowest "
+        points = sorted(grade.automatic for grade in self.grades if grade.tests or not grade.problem) or [0.0]
+        rows = list(dict.fromkeys(grade.warning for grade in self.grades if grade.warning))
+        rows += [f"{len(self.grades)} submissions in {self.seconds:.0f} seconds; automatic points: lowest "
                 f"{number(points[0])}, median {number(points[len(points) // 2])}, highest {number(points[-1])}"]
         if bad := [grade for grade in self.grades if grade.problem]:
             rows += ["", "Not graded", *(f"  {grade.name}: {grade.problem}" for grade in bad)]

@@ -14,6 +14,7 @@ import base64
 import json
 from typing import TYPE_CHECKING, Any
 
+from .plain import clean
 from .rubric import SECTIONS, Line
 
 if TYPE_CHECKING:
@@ -24,11 +25,13 @@ STATUS = {"passed": "pass", "failed": "fail", "skipped": "fail"}
 
 def results(grade) -> dict[str, Any]:
     """A test for each line of the marking scheme that no person marks."""
-    tests = [{"name": f"{SECTIONS[line.section][0]}: {line.name}",
+    tests: list[dict[str, Any]] = [{"name": f"{SECTIONS[line.section][0]}: {line.name}",
               "status": "pass" if line.earned == line.points else "fail",
               "score": line.earned, "message": _message(line, grade), "test_code": "", "filename": "", "line_no": 0,
               "execution_time": 0}
              for line in grade.lines if not line.marker]
+    if grade.warning and tests:
+        tests[0]["message"] = "\n".join([grade.warning] + [tests[0]["message"]] * bool(tests[0]["message"]))
     status = "error" if grade.problem else "pass" if all(test["status"] == "pass" for test in tests) else "fail"
     return {"version": 1, "status": status, "max_score": grade.automatic_most, "tests": tests}
 
@@ -36,9 +39,9 @@ def results(grade) -> dict[str, Any]:
 def _message(line: Line, grade: Grade) -> str | None:
     """What is wrong first: the log of a runner is read from the top."""
     if grade.problem or line.note:
-        return grade.problem or line.note
+        return clean(grade.problem or line.note)
     told = [f"{test}: {grade.tests[test].message}" for test in line.failed[:1] if test in grade.tests]
-    return f"{len(line.failed)} of {line.tests} tests failed\n{told[0]}"[:4_000] if told else None
+    return f"{len(line.failed)} of {line.tests} tests failed\n{clean(told[0])}"[:4_000] if told else None
 
 
 def encoded(grade) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,15 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from . import form as forms
+from .plain import bounded, clean, one_line, warning
 from .rubric import Line, Rubric
-from .runner import Draw, Outcome, run_tests
-from .sandbox import HERE, Limits, Sandbox, run_lines
-from .similarity import Fingerprint, fingerprint
+from .runner import Draw, Outcome, as_told, run_tests
+from .sandbox import HERE, TEACHER, Limits, Sandbox, run_lines
+from .similarity import Fingerprint
 from .submission import BadSubmission, Submission, changed, take
 
 NO_PAPERS: dict[str, Any] = {"design": {"words": {}, "missing": [], "empty": [], "problem": "the papers were not read"},
                              "timelines": {}, "figures": {}}
-PAPER_SECONDS = 180
+PAPER_SECONDS, CODE_SECONDS = 180, 60
+TOLD = 2_000  # characters of what a command said last
 LIMITS = Limits()
 
 
@@ -44,6 +47,7 @@ class Grade:
     papers: dict[str, Any] = field(default_factory=lambda: NO_PAPERS)
     walls: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    warning: str = ""  # what every output begins with: no namespaces, or a part of the tests
     prints: Fingerprint | None = None
 
     @property
@@ -78,7 +82,8 @@ class Grade:
 
     def to_dict(self) -> dict[str, Any]:
         data = {name: getattr(self, name) for name in ("name", "problem", "notes", "papers", "walls", "seconds")}
-        return {**data, "automatic": self.automatic, "automatic_most": self.automatic_most, "total": self.total,
+        return {"warning": self.warning, **data,
+                "automatic": self.automatic, "automatic_most": self.automatic_most, "total": self.total,
                 "marked": self.marked, "lines": [asdict(line) for line in self.lines],
                 "tests": {test: asdict(outcome) for test, outcome in self.tests.items()}}
 
@@ -86,7 +91,7 @@ class Grade:
     def from_dict(cls, data: dict[str, Any]) -> Grade:
         return cls(data["name"], [Line(**{**line, "failed": tuple(line["failed"])}) for line in data["lines"]],
                    {test: Outcome(**outcome) for test, outcome in data["tests"].items()}, data["problem"],
-                   data["notes"], data["papers"], data["walls"], data["seconds"])
+                   data["notes"], data["papers"], data["walls"], data["seconds"], data.get("warning", ""))
 
 
 def grade_one(source: Path, teacher: Path, seed: str, limits: Limits = LIMITS, only: tuple[str, ...] = (),
@@ -103,23 +108,26 @@ def grade_one(source: Path, teacher: Path, seed: str, limits: Limits = LIMITS, o
             submission = take(source, teacher, work)
             if given:
                 submission.notes += changed(submission.tree / "starter", given, teacher / "starter")
-            grade.prints = fingerprint(submission.tree / "starter", given or teacher / "starter")
             hide = (source.resolve().parent, out or source.resolve().parent)  # where the others and their results lie
-            _grade(grade, submission, teacher, Sandbox(submission.tree, work / "scratch", limits, hide), seed, only,
-                   show_seed, progress)
+            box = Sandbox(submission.tree, work / "scratch", limits, hide)
+            progress("its code")
+            grade.prints = read_code(submission, teacher, given, box)
+            _grade(grade, submission, teacher, box, seed, only, show_seed, progress)
     except BadSubmission as error:
-        grade.problem = str(error)
-    except Exception as error:  # a class goes on, and the teacher is told
+        grade.problem, grade.tests = str(error), {}
+    except Exception as error:  # a class goes on, and the teacher is told; points that are known by then stay
         grade.problem = f"the grader failed: {type(error).__name__}: {error}"
+    grade.problem = bounded(clean(grade.problem), 1_000)
     if not grade.lines:
-        grade.lines = Rubric.load().mark({}, [])
+        grade.lines = Rubric.load().mark(grade.tests, grade.tests)
     grade.seconds = round(time.monotonic() - began, 1)
     return grade
 
 
 def _grade(grade: Grade, submission: Submission, teacher: Path, box: Sandbox, seed: str, only: tuple[str, ...],
            show_seed: bool, progress: Callable[[str], None]) -> None:
-    grade.notes, grade.walls = submission.notes, box.walls
+    grade.notes, grade.walls = [one_line(note) for note in submission.notes], box.walls
+    grade.warning = warning(not box.namespaces, only)
     before = digest(submission.tree)
     public, hidden = all_tests(teacher)
     until = time.monotonic() + box.limits.all
@@ -132,9 +140,9 @@ def _grade(grade: Grade, submission: Submission, teacher: Path, box: Sandbox, se
         grade.tests |= commands(box)
     if digest(submission.tree) != before:
         raise BadSubmission("it changed the copy of the tests while it ran")
+    grade.lines = Rubric.load().mark(grade.tests, grade.tests)
     progress("its papers")
     grade.papers = read_papers(submission.papers, teacher, box)
-    grade.lines = Rubric.load().mark(grade.tests, grade.tests)
 
 
 def all_tests(teacher: Path) -> tuple[list[str], list[str]]:
@@ -178,11 +186,45 @@ def commands(box: Sandbox) -> dict[str, Outcome]:
                          ("C4", ["starter/driver.py", "--fixture", "fixtures/tiny_model.json"])):
         said: deque[bytes] = deque(maxlen=8)  # a line is at most 1 MiB; who prints without end costs no more
         box.scratch.mkdir(exist_ok=True)
-        ended = run_lines(box.command(*script, alone=True), None, box.limits.start + box.limits.test, said.append, box)
+        errors: list[str] = []
+        ended = run_lines(box.command(*script, alone=True), None, box.limits.start + box.limits.test, said.append, box,
+                          said=errors)
         good = ended == "ended with status 0"
-        text = b"".join(said).decode(errors="replace")
-        found[f"Commands.{name}"] = Outcome("passed" if good else "failed", "" if good else f"it {ended}\n{text}")
+        text = b"".join(said).decode(errors="replace") + "".join(errors)
+        message = "" if good else f"happened: {' '.join(script)} {ended}; it said last:\n{text[-TOLD:]}"
+        found[f"Commands.{name}"] = Outcome("passed" if good else "failed", as_told(message, box, TEACHER))
     return found
+
+
+def read_code(submission: Submission, teacher: Path, given: Path | None, box: Sandbox) -> Fingerprint | None:
+    """The fingerprint of its code, and notes of what the marker should look at; behind walls, with their limits, since
+    a parser can be made slow."""
+    visible = teacher / "starter"
+    if given and not given.resolve().is_relative_to(teacher.resolve()):  # what was handed out may be out of sight there
+        visible = box.scratch.parent / "given"
+        shutil.copytree(given, visible, ignore=shutil.ignore_patterns("__pycache__"))
+    notes: list[str] = []
+    numbers: set[int] = set()
+    whole: list[bool] = []
+
+    def take_line(line: bytes) -> None:
+        kind, *content = json.loads(line)
+        if kind == "notes":
+            notes.extend(content[0])
+        elif kind == "numbers":
+            numbers.update(content[0])
+        whole.extend([True] * (kind == "done"))
+
+    box.scratch.mkdir(exist_ok=True)
+    command = box.command(str(HERE / "read_code.py"), str(submission.tree / "starter"), str(visible), str(teacher),
+                          trusted=True)
+    ended = run_lines(command, None, CODE_SECONDS, take_line, box)
+    if visible.parent == box.scratch.parent:
+        shutil.rmtree(visible, ignore_errors=True)
+    submission.notes += notes
+    if not whole:
+        submission.notes.append(f"its code was not read to the end, for notes and for likeness: reading it {ended}")
+    return Fingerprint(frozenset(numbers)) if whole else None
 
 
 def read_papers(papers: Path, teacher: Path, box: Sandbox) -> dict[str, Any]:

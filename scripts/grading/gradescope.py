@@ -4,8 +4,9 @@ to upload as an autograder.
     results(grade)                     the document
     build(out, teacher, seed)          OUT.zip: setup.sh, run_autograder, and the teacher's tree with the seed
 
-Gradescope runs each submission in a container of its own, as root: the walls of ``sandbox.py`` stand inside of it. What
-a student sees are points, and messages without a seed; what the marker should look at goes to a test that stays hidden.
+Gradescope runs each submission in a container of its own, as root: the walls of ``sandbox.py`` stand inside of it.
+Where it allows no namespaces, it is the container that holds the submission (--unsafe), and the result says so. What a
+student sees are points, and messages without a seed; what the marker should look at goes to a test that stays hidden.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from .plain import bounded, clean
 from .rubric import SECTIONS
 
 SETUP = """#!/usr/bin/env bash
@@ -27,11 +29,13 @@ set -e
 cd /autograder/source
 seed=$(cat secret.txt)
 rm secret.txt
-printf '%s\\n' "$seed" | python3 scripts/grade.py /autograder/submission --seed - --out /autograder/grade || true
+printf '%s\\n' "$seed" |
+    python3 scripts/grade.py /autograder/submission --seed - --unsafe --out /autograder/grade || true
 cp /autograder/grade/*/results.json /autograder/results/results.json
 """
 FILES = ("acceptance/*.py", "fixtures/*", "starter/**/*", "scripts/**/*", "docs/*.md", "tests/**/*.py", "*.md",
          "pyproject.toml", "LICENSE", ".gitignore")  # the teacher's tree: what is graded with, and what is handed out
+MOST = 30_000  # bytes of a test's output
 FORMATS = ("text", "html", "simple_format", "md", "ansi")
 VISIBILITIES = ("hidden", "after_due_date", "after_published", "visible")
 STAMP = (2000, 1, 1, 0, 0, 0)  # the same tree and seed give the same zip file
@@ -47,14 +51,15 @@ def results(grade) -> dict[str, Any]:
         tests.append({
             "name": f"{SECTIONS[line.section][0]}: {line.name}", "score": line.earned, "max_score": line.points,
             "status": "passed" if line.earned == line.points else "failed", "output_format": "text",
-            "output": "\n\n".join([line.note] * bool(line.note) + failed)[:50_000], "visibility": "visible",
-            "tags": [line.section]})
+            "output": bounded(clean("\n\n".join([line.note] * bool(line.note) + failed)), MOST),
+            "visibility": "visible", "tags": [line.section]})
     if grade.notes:
         tests.append({"name": "To look at, for the marker", "score": 0, "max_score": 0, "output_format": "text",
-                      "output": "\n".join(grade.notes)[:50_000], "visibility": "hidden"})
+                      "output": bounded(clean("\n".join(grade.notes)), MOST), "visibility": "hidden"})
     return {"score": grade.total, "execution_time": int(grade.seconds), "visibility": "visible",
             "stdout_visibility": "hidden", "output_format": "text", "tests": tests,
-            "output": grade.problem or f"{grade.automatic:g} of {grade.automatic_most:g} automatic points"}
+            "output": "\n".join([grade.warning] * bool(grade.warning) + [
+                grade.problem or f"{grade.automatic:g} of {grade.automatic_most:g} automatic points"])}
 
 
 def build(out: Path, teacher: Path, seed: str) -> int:

@@ -27,10 +27,13 @@ from types import ModuleType, SimpleNamespace
 sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path(__file__).resolve().parent]
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from scripts.grading.guard import end_with_parent
 from scripts.grading.judge_wire import JudgeWire
+from scripts.grading.sandbox import ended
 from scripts.grading.wire import Gone
 
 TRUSTED = ("starter.base.weights",)  # what the oracle computes with
+ENDED = "it has ended"
 GENUINE = {"time": ("perf_counter", "monotonic", "time"), "os": ("_exit",), "sys": ("exit",),
            "json": ("loads", "dumps")}
 
@@ -100,7 +103,10 @@ class Watched:
 
 
 def main():
+    if not sys.platform.startswith("linux"):  # there guard.py has seen to it
+        end_with_parent()
     job = json.loads(sys.stdin.readline())
+    limit_memory(job["memory"])
     output = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     try:
@@ -137,6 +143,8 @@ def judge(job, output):
             [(_, outcome)] = run_here([test_id])
             watchdog.cancel()
             state, message = outcome.state, outcome.message
+            if wire.broken.endswith(ENDED):
+                message = message.replace(wire.broken, f"{wire.broken}: it {how(worker)}")
             if wire.broken and state == "passed":
                 state, message = "failed", f"happened: {wire.broken}"
             output.write(json.dumps([test_id, state, message]) + "\n")
@@ -144,6 +152,23 @@ def judge(job, output):
                 break
     finally:
         worker.kill()
+
+
+def how(worker):
+    """How the submission's process ended, in words."""
+    try:
+        return ended(worker.wait(2))
+    except subprocess.TimeoutExpired:
+        return "closed its end of the wire"
+
+
+def limit_memory(most):
+    """What the submission sends is bounded, and so is what becomes of it here."""
+    try:
+        import resource
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    except (ImportError, ValueError, OSError):  # Windows; macOS keeps no such limit
+        return
 
 
 def teachers_errors(teacher):

@@ -269,7 +269,7 @@ class JudgeWire(Wire):
             kind, text = self._error_class(data["x"]), str(data["text"])
             error = kind.__new__(kind, text)
             error.args, error.remote_text = (text,), text
-            error.remote_id = int(data["o"])
+            error.remote_id, error.remote_where = int(data["o"]), str(data.get("w", ""))[:1_000]
             self.dropped.append(error.remote_id)  # with the next question; till then it can be raised there once more
             for name, value in data["f"].items():
                 if not name.startswith("_"):

@@ -77,6 +77,11 @@ def pages_for_show(grade: Grade) -> bool:
             and grade.tests["M2KVCache.test_work_grows_linearly"].state == "passed")
 
 
+def reference_alone(grade: Grade) -> bool:
+    """The golden tokens come out, and the operations are not written: no point."""
+    return grade.automatic == 0 and grade.tests["M1Reference.test_golden_sequences"].state == "passed"
+
+
 def edited_tests(folder: Path) -> None:
     """Tests of the student's own that always pass."""
     for path in (folder / "acceptance").glob("*.py"):
@@ -108,6 +113,16 @@ def members(port: int) -> list[Member]:
         Member("goldens", 0, cheats.GOLDENS, "engine.py", no_functional, note="speaks of 'golden'"),
         Member("pages-for-show", None, cheats.SHADOW, "backend.py", pages_for_show,
                ("M1Reference.test_g", "M2KVCache", "HiddenCache.test_stored")),
+        Member("given-reference", 0, cheats.REFERENCE, "model.py", reference_alone,
+               ("M1Reference", "HiddenRequests.test_answers_1")),
+        Member("claimed-bytes", None, cheats.QUARTER, "backend.py",
+               fails("M2KVCache.test_counters", "M6EndToEnd.test_memory_budget_in_bytes"),
+               ("M1Reference.test_go", "M2KVCache.test_append", "M2KVCache.test_counters", "test_memory_budget_in_bytes",
+                "M4PagedKV.test_copy")),
+        Member("watched-memory", None, cheats.WATCHED, "backend.py", fails("M5Quantization.test_memory_really_falls"),
+               ("M5Quantization.test_memory", "M5Quantization.test_error_bound")),
+        Member("reserves", None, cheats.RESERVES, "scheduler.py", fails("M4PagedKV.test_pages_are_taken_as_they_fill"),
+               ("M4PagedKV.test_pages_are", "M4PagedKV.test_copy", "M2KVCache.test_append")),
         Member("teachers-engine", 0, cheats.TEACHERS.format(root=str(ROOT)), note="uses __path__",
                tests=("M1Reference", "M2KVCache.test_counters", "HiddenRequests.test_answers_1")),
         Member("exit-0", 0, cheats.EXIT, tests=FEW, note="_exit"),

@@ -8,16 +8,20 @@ from __future__ import annotations
 import csv
 import io
 import json
-import unicodedata
+import os
+import textwrap
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from . import github_classroom, gradescope
 from .grade import Grade
+from .plain import clean, one_line
 from .rubric import SECTIONS, Line
 
-FIELDS = ("submission", "total", "automatic", *SECTIONS, "tests passed", "tests", "to look at", "seconds", "problem")
+FIELDS = ("submission", "total", "automatic", *SECTIONS, "tests passed", "tests", "to look at", "seconds", "problem",
+          "warning")
 
 
 def number(value: float) -> str:
@@ -25,14 +29,10 @@ def number(value: float) -> str:
     return f"{value:g}"
 
 
-def one_line(words: str) -> str:
-    """Without line ends and other control characters, which names of files may hold."""
-    return "".join("?" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in words)
-
-
 def text(grade: Grade) -> str:
     """For people. No seed is in it unless the messages hold one."""
-    rows = [f"{one_line(grade.name)}: {number(grade.automatic)} of {number(grade.automatic_most)} automatic points"
+    rows = [grade.warning] * bool(grade.warning)
+    rows += [f"{one_line(grade.name)}: {number(grade.automatic)} of {number(grade.automatic_most)} automatic points"
             + (f", {number(grade.total)} of 100 in all" if grade.marked else
                f"; {number(100 - grade.automatic_most)} are the marker's")]
     if grade.problem:
@@ -46,7 +46,8 @@ def text(grade: Grade) -> str:
     if failed:
         rows += ["", "Tests that did not pass"]
         for test, outcome in failed:
-            rows += ["", f"{outcome.state.upper()} {test}", outcome.message.rstrip()]
+            message = textwrap.indent(clean(outcome.message).rstrip(), "  ")  # no line of it is one of these
+            rows += ["", f"{outcome.state.upper()} {test}", message]
     if grade.walls:
         rows += ["", f"Run behind these walls: {', '.join(grade.walls)}. {number(grade.seconds)} seconds."]
     return "\n".join(rows) + "\n"
@@ -72,9 +73,12 @@ def row(grade: Grade) -> dict[str, Any]:
     by_section = {section: number(sum(line.earned or 0 for line in grade.lines if line.section == section))
                   for section in SECTIONS}
     passed = sum(outcome.state == "passed" for outcome in grade.tests.values())
-    return {"submission": grade.name, "total": number(grade.total), "automatic": number(grade.automatic), **by_section,
-            "tests passed": passed, "tests": len(grade.tests), "to look at": len(grade.notes),
-            "seconds": number(grade.seconds), "problem": grade.problem}
+    points = {"total": number(grade.total), "automatic": number(grade.automatic), **by_section}
+    if grade.problem and not grade.tests:
+        points = dict.fromkeys(points, "")  # nothing is known of it: that is no zero
+    return {"submission": grade.name, **points, "tests passed": passed, "tests": len(grade.tests),
+            "to look at": len(grade.notes), "seconds": number(grade.seconds), "problem": grade.problem,
+            "warning": grade.warning}
 
 
 def table(grades: Iterable[Grade]) -> str:
@@ -106,8 +110,17 @@ def write(grade: Grade, folder: Path) -> None:
 
 
 def save(path: Path, content: str) -> None:
-    """Write text; of a name that is no Unicode the bytes are escaped."""
-    path.write_text(content, encoding="utf-8", errors="backslashreplace", newline="\n")
+    """Write text, beside the file and then in its place, so that a full disk cuts no earlier result. Control characters
+    that are still in it, in names, say, become question marks."""
+    content = "\n".join(one_line(row.replace("\t", " ")) for row in content.split("\n"))
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.write_text(content, encoding="utf-8", errors="backslashreplace", newline="\n")
+        os.replace(new, path)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        raise
 
 
 def _json(data: Any) -> str:

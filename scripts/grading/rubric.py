@@ -42,6 +42,12 @@ class Line:
         return asdict(self)
 
 
+def _cause(outcome: Any) -> str:
+    """What ended the process at a test, as a part of a note; "" if nothing did."""
+    happened: str = getattr(outcome, "message", "").partition("happened: ")[2].partition("\n")[0]
+    return f" ({happened[:160]})" if "process" in happened and ("ended" in happened or "stopped" in happened) else ""
+
+
 @dataclass(frozen=True)
 class Rubric:
     """All lines, as they stand in the table."""
@@ -77,7 +83,8 @@ class Rubric:
             mine = self.tests_of(line, ids)
             good = [test for test in mine if test in passed]
             missing = [test for test in line.get("needs", ()) if test not in passed]
-            note = closed.get(line["section"]) or (f"nothing counts before {missing[0]} passes" if missing else "")
+            note = closed.get(line["section"]) or (
+                f"nothing counts before {missing[0]} passes{_cause(outcomes.get(missing[0]))}" if missing else "")
             earned = 0.0 if note or not mine else round(line["points"] * len(good) / len(mine), 2)
             lines.append(Line(line["section"], line["name"], line["points"], earned, len(good), len(mine),
                               tuple(test for test in mine if test not in passed), note))

@@ -13,6 +13,7 @@ it takes part in, and can put them into an error message. They do not reveal the
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ def main():
     job = json.loads(sys.stdin.readline())
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    faulthandler.enable()  # after a crash standard error says where in Python it was
     os.environ.update(P07_SEED=job["seed"], P07_HANG_SECONDS=str(job["hang"]))
     if job["python"]:
         sys.executable = job["python"]

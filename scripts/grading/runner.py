@@ -8,6 +8,7 @@ failed. When a process ends before it should, the test that it was at has failed
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import dataclass, replace
@@ -16,10 +17,13 @@ from pathlib import Path
 from secrets import token_hex
 from time import monotonic
 
-from .sandbox import HERE, Sandbox, run_lines
+from .plain import bounded, clean
+from .sandbox import HERE, PYTHON, Sandbox, run_lines
 
+JUDGE = 1 << 30  # bytes that the judge has at least
+LINES = 12  # of standard error that are shown
 STATES = ("passed", "failed", "skipped")
-MOST = 20_000  # characters of a message
+MOST = 4_000  # bytes of a message
 ALONE = ("M6EndToEnd.test_driver",)  # starts the submission's driver as a program, which only the judge may
 
 
@@ -78,14 +82,38 @@ def _run(way, ids, box, teacher, draw, until):
         box.scratch.mkdir(parents=True)
         command, job, accept = way(box, teacher, left, draw.seed)
         why: list[str] = []
+        errors: list[str] = []
         ended = run_lines(command, job, seconds, partial(_take, accept, left, outcomes, why), box,
-                          limits.start + 2 * limits.test)
+                          limits.start + 2 * limits.test, errors)
+        for test in left:  # one that ended the submission's process, beside the judge's
+            if test in outcomes and "the submission's process: it has ended" in outcomes[test].message:
+                outcomes[test] = replace(outcomes[test], message=outcomes[test].message + last(errors))
         left = [test for test in left if test not in outcomes]
         if left:
             happened = "".join(why) or f"the process {ended} before this test did"
             outcomes[left.pop(0)] = Outcome("failed", f"happened: {happened}\n"
-                                            "  hint:     an engine raises errors; it ends no process")
-    return {test: replace(outcome, message=told(outcome.message, test, draw)) for test, outcome in outcomes.items()}
+                                            f"  hint:     an engine raises errors; it ends no process{last(errors)}")
+    return {test: replace(outcome, message=as_told(told(outcome.message, test, draw), box, teacher))
+            for test, outcome in outcomes.items()}
+
+
+def as_told(message: str, box: Sandbox, teacher: Path) -> str:
+    """A message for the submission's owners: of a bounded size, without control characters and without the places of
+    this machine. Files of theirs are named as they handed them in."""
+    work = box.scratch.parent
+    for place, name in ((box.tree, ""), (box.scratch, "scratch/"), (work, "work/"), (teacher.resolve(), ""),
+                        *((python, "python/") for python in PYTHON), (Path.home(), "~/")):
+        if len(place.parts) > 1:
+            message = message.replace(f"{place}{os.sep}", name).replace(str(place), name.rstrip("/") or ".")
+    return bounded(clean(message), MOST)
+
+
+def last(errors: list[str]) -> str:
+    """The last lines on standard error, as a part of a message."""
+    rows = "".join(errors).rstrip().splitlines()
+    crash = next((i for i, row in enumerate(rows) if row.startswith("Fatal Python error")), len(rows) - LINES)
+    rows = rows[max(0, crash):][:LINES]  # what a crash leaves there begins with the innermost call
+    return "".join(f"\n  {row[:200]}" for row in ["stderr:   the last lines of it:", *rows]) if rows else ""
 
 
 def _take(accept, ids, outcomes, why, line):
@@ -114,6 +142,7 @@ def _inside(box, teacher, ids, seed):
 
 def _outside(box, teacher, ids, seed):
     job = {"tree": str(box.tree), "teacher": str(teacher), "scratch": str(box.scratch), "ids": ids, "seed": seed,
-           "hang": box.limits.test, "worker": box.command(box.own("worker.py"), str(box.tree)),
+           "hang": box.limits.test, "memory": max(box.limits.memory, JUDGE),
+           "worker": box.command(box.own("worker.py"), str(box.tree), nested=True),
            "python": box.python()}
     return box.enclose([sys.executable, str(HERE / "judge.py")]), job, list

@@ -10,12 +10,16 @@
                             folder; no rights to change that; the teacher's tree, with its complete engine,
                             other submissions, results, the home and the temporary folder are out of sight, but for
                             Python where it lies in them. Beside them all that follows
+    Linux with seccomp      no system call that starts a process or program, opens a socket or signals others
+                            (``guard.py``)
     POSIX                   resource limits: memory (not on macOS), size of a file
     everywhere              an audit hook against network, processes, writing elsewhere and reading what is to be out of
                             sight (``confine.py``); a clean environment; a watcher that ends the process tree at the end
-                            of its time, or when the scratch folder holds too much
+                            of its time, when the scratch folder holds too much, or when the grader is stopped; where
+                            the grader itself is killed, the kernel (Linux) or a thread in each process ends it
 
-Without namespaces the hook alone keeps the teacher's tree from being read, and a submission may see that files exist.
+Without namespaces the hook alone keeps the teacher's tree from being read, and a submission may see that files exist:
+``scripts/grade.py`` then wants --unsafe.
 The judge and the reader of papers do see that tree: none of a submission's code runs in them.
 """
 
@@ -31,6 +35,8 @@ import site
 import subprocess
 import sys
 import tempfile
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -40,29 +46,29 @@ from time import monotonic
 HERE = Path(__file__).resolve().parent
 TEACHER = HERE.parent.parent
 # What runs beside a submission
-OWN = ("confine.py", "run_in_process.py", "worker.py", "worker_wire.py", "wire.py", "syntax.py")
-PYTHON = tuple(Path(place).resolve()
-               for place in (sys.prefix, sys.base_prefix, sys.executable, Path(os.__file__).parent))
+OWN = ("confine.py", "guard.py", "run_in_process.py", "worker.py", "worker_wire.py", "wire.py", "syntax.py")
+PYTHON = tuple(dict.fromkeys(Path(place).resolve() for place in (
+    sys.prefix, sys.base_prefix, Path(os.__file__).parent, Path(sys.executable).parent,
+    Path(sys.executable).resolve().parent)))
+TAIL = 8_000  # bytes of what a process said last on standard error
+GUARD = (sys.executable, "-I", "-S")  # how guard.py is run: it needs nothing that is installed
 KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "SYSTEMROOT", "WINDIR")
 UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--mount-proc", "--net", "--ipc",
            "--kill-child")
-# In the new namespaces: what is to be hidden is covered by empty folders, and the work folder put back if it was in
-# one; the scratch folder stays writable, all else becomes read-only; the current folder is entered anew, since from the
-# old one ".." may lead to what is covered; then one more user namespace, whose rights do not reach the mounts of this
-# one.
+# In the new namespaces: what stays in sight (the work folder, and Python or the teacher's tree where they lie in what
+# goes) is put aside; the hidden folders are covered by empty ones; then what was put aside returns to its place. The
+# scratch folder stays writable, all else becomes read-only; the current folder is entered anew, since from the old one
+# ".." may lead to what is covered; then one more user namespace, whose rights do not reach the mounts of this one.
 ENTER = r"""
-scratch=$1 work=$2; shift 2
-mount --make-rprivate / && mount --rbind "$work" /mnt || exit 97
-while [ "$1" != -- ]; do
-  mount -t tmpfs -o size=64k,mode=755 hidden "$1" || exit 97
-  shift
-done
-shift
-mkdir -p "$work" && mount --rbind /mnt "$work" && umount -l /mnt && mount --bind "$scratch" "$scratch" || exit 97
+mount --make-rprivate / && mount -t tmpfs -o size=64k,mode=755 aside /sys || exit 97
+{aside}
+{hidden}
+{back}
+umount -l /sys && mount --bind {scratch} {scratch} || exit 97
 while read -r _ _ _ _ place _; do
-  case $place in "$scratch"|/proc) ;; *) mount -o remount,bind,ro "$place" 2>/dev/null ;; esac
+  case $place in {scratch}|/proc) ;; *) mount -o remount,bind,ro "$place" 2>/dev/null ;; esac
 done < /proc/self/mountinfo
-cd "$PWD" 2>/dev/null || cd "$work" || exit 97
+cd "$PWD" 2>/dev/null || cd {work} || exit 97
 exec unshare --user --map-current-user -- "$@"
 """
 
@@ -82,20 +88,11 @@ class Limits:
     processes: int | None = None  # RLIMIT_NPROC counts all of a user's; the audit hook allows none at all
 
 
-def out_of_sight(folders, work: Path, needed: tuple[Path, ...] = (TEACHER, *PYTHON)) -> list[Path]:
-    """Those that can be hidden: they hold nothing that is needed. One in another goes with that."""
-    found = [place for place in dict.fromkeys(Path(folder).resolve() for folder in folders) if place.is_dir()
-             and place != work and not any(one.is_relative_to(place) for one in needed)]
+def out_of_sight(folders, work: Path) -> list[Path]:
+    """Those that can be hidden. One in another goes with that; one that is the work folder, or the root, stays."""
+    found = [place for place in dict.fromkeys(Path(folder).resolve() for folder in folders)
+             if place.is_dir() and place not in (work, Path(place.anchor))]
     return [place for place in found if not any(other in place.parents for other in found)]
-
-
-def beside(folder: Path, needed: tuple[Path, ...]) -> list[Path]:
-    """A folder; where it holds what is needed, as an environment of Python, the folders in it that do not."""
-    if not folder.is_dir() or folder in needed:
-        return []
-    if not any(one.is_relative_to(folder) for one in needed):
-        return [folder]
-    return [found for place in sorted(folder.iterdir()) if not place.is_symlink() for found in beside(place, needed)]
 
 
 @lru_cache
@@ -107,7 +104,7 @@ def has_namespaces() -> bool:
         scratch = Path(folder).resolve() / "scratch"
         scratch.mkdir()
         hidden = out_of_sight((tempfile.gettempdir(),), scratch.parent)
-        command = enclosed(enclosed(["touch", str(scratch / "written")], scratch, hidden), scratch, hidden)
+        command = enclosed(enclosed(["touch", str(scratch / "written")], scratch, hidden, ()), scratch, hidden, ())
         try:
             probe = subprocess.run(command, capture_output=True, timeout=30, check=False)
         except (OSError, subprocess.TimeoutExpired):
@@ -115,9 +112,34 @@ def has_namespaces() -> bool:
         return probe.returncode == 0 and (scratch / "written").exists()
 
 
-def enclosed(command: list[str], scratch: Path, hidden: list[Path]) -> list[str]:
-    """A command in namespaces of its own, which can change nothing but the scratch folder."""
-    return [*UNSHARE, "sh", "-c", ENTER, "sh", str(scratch), str(scratch.parent), *map(str, hidden), "--", *command]
+@lru_cache
+def has_filter() -> bool:
+    """Does Python start behind the filter of ``guard.py`` here, and can it start nothing more?"""
+    if not sys.platform.startswith("linux"):
+        return False
+    code = "import os\ntry: os.fork()\nexcept PermissionError: print('held')"
+    try:
+        probe = subprocess.run([*GUARD, str(HERE / "guard.py"), "0", "1", sys.executable, "-c", code],
+                               capture_output=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return probe.stdout.strip() == b"held"
+
+
+def enclosed(command: list[str], scratch: Path, hidden: Iterable[Path], kept: Iterable[Path]) -> list[str]:
+    """A command in namespaces of its own, which can change nothing but the scratch folder, and sees of the folders
+    ``hidden`` only the work folder and what of ``kept`` lies in them."""
+    hidden = list(hidden)
+    inside = [place for place in dict.fromkeys((scratch.parent, *kept))
+              if any(place.is_relative_to(folder) for folder in hidden) or place == scratch.parent]
+    places = [(shlex.quote(str(place)), f"/sys/{number}") for number, place in enumerate(inside)]
+    script = ENTER.format(
+        aside="\n".join(f"mkdir {to} && mount --rbind {place} {to} || exit 97" for place, to in places),
+        hidden="\n".join(f"mount -t tmpfs -o size=64k,mode=755 hidden {shlex.quote(str(place))} || exit 97"
+                         for place in hidden),
+        back="\n".join(f"mkdir -p {place} && mount --rbind {to} {place} || exit 97" for place, to in places),
+        scratch=shlex.quote(str(scratch)), work=shlex.quote(str(scratch.parent)))
+    return [*UNSHARE, "sh", "-c", script, "sh", *command]
 
 
 class Sandbox:
@@ -126,13 +148,13 @@ class Sandbox:
 
     def __init__(self, tree: Path, scratch: Path, limits: Limits, hide: tuple[Path, ...] = ()) -> None:
         self.tree, self.scratch, self.limits = tree, scratch, limits
-        self.namespaces = has_namespaces()
+        self.namespaces, self.filter = has_namespaces(), has_filter()
         others = (Path(tempfile.gettempdir()), Path.home(), *hide)
         installed = (Path(place, "starter") for place in sys.path)  # a complete engine, too
         secret = (place.resolve() for place in (*others, TEACHER, *installed))
         self.secret = [place for place in secret if place != Path(place.anchor)]
         self.hidden = out_of_sight(others, scratch.parent)  # from the judge, too
-        self.out_of_sight = out_of_sight((*others, *beside(TEACHER, PYTHON), *self.secret), scratch.parent, PYTHON)
+        self.out_of_sight = out_of_sight((*others, TEACHER, *self.secret), scratch.parent)
         self._own = scratch.parent / "own"
         self._own.mkdir(exist_ok=True)
         for name in OWN:
@@ -141,7 +163,7 @@ class Sandbox:
     @property
     def walls(self) -> list[str]:
         """What holds the submission here."""
-        found = ["audit hook", "time", "disk"]
+        found = ["audit hook", "time", "disk", *["system calls"] * self.filter]
         if os.name == "posix":
             found += ["file size"] if sys.platform == "darwin" else ["memory", "file size"]
         return sorted(found + ["network, processes and files by namespaces"] * self.namespaces)
@@ -150,21 +172,33 @@ class Sandbox:
         """A script of the grader's, where a submission's process can read it."""
         return str(self._own / name)
 
-    def command(self, *script: str, alone: bool = False, trusted: bool = False) -> list[str]:
+    def command(self, *script: str, alone: bool = False, trusted: bool = False, nested: bool = False) -> list[str]:
         """A Python script and its arguments, behind the walls. ``alone``: without packages that are installed here;
-        ``trusted``: with the teacher's tree in sight, for a script that runs none of the submission's code."""
+        ``trusted``: with the teacher's tree in sight, for a script that runs none of the submission's code; ``nested``:
+        for another process than this one to start."""
         job = {"memory": self.limits.memory, "file": self.limits.file, "processes": self.limits.processes,
                "writable": [str(self.scratch)], "hidden": [] if trusted else list(map(str, self.secret)),
                "readable": [str(self.scratch.parent), site.getusersitepackages(), *map(str, PYTHON)]}
         inner = [sys.executable, *["-S"] * alone, self.own("confine.py"), json.dumps(job), *script]
         if not self.namespaces:
-            return inner
-        return enclosed(inner, self.scratch, self.hidden if trusted else self.out_of_sight)
+            return self._guarded(inner, not nested, self.filter)
+        inner = self._guarded(inner, False, self.filter)
+        hidden, kept = (self.hidden, (TEACHER, *PYTHON)) if trusted else (self.out_of_sight, PYTHON)
+        return self._guarded(enclosed(inner, self.scratch, hidden, kept), not nested, False)
 
     def enclose(self, command: list[str]) -> list[str]:
         """The judge's command, which can change nothing but the scratch folder, where there are namespaces: it writes
         into that folder, where the submission might put a link to somewhere else."""
-        return enclosed(command, self.scratch, self.hidden) if self.namespaces else command
+        if not self.namespaces:
+            return self._guarded(command, True, False)
+        return self._guarded(enclosed(command, self.scratch, self.hidden, (TEACHER, *PYTHON)), True, False)
+
+    def _guarded(self, command: list[str], mine: bool, filtered: bool) -> list[str]:
+        """A command that ends with who starts it; ``mine``: that is this process. Elsewhere than on Linux it looks
+        after that itself (``confine.py``, ``judge.py``)."""
+        if not sys.platform.startswith("linux"):
+            return command
+        return [*GUARD, self.own("guard.py"), str(os.getpid() * mine), str(int(filtered)), *command]
 
     def python(self) -> str | None:
         """A program that stands for Python and runs a script behind the walls, for the test that starts the driver;
@@ -172,7 +206,7 @@ class Sandbox:
         if os.name != "posix":
             return None
         path = self.scratch.parent / "confined-python"
-        path.write_text(f"#!/bin/sh\nexec {shlex.join(self.command())} \"$@\"\n", encoding="utf-8")
+        path.write_text(f"#!/bin/sh\nexec {shlex.join(self.command(nested=True))} \"$@\"\n", encoding="utf-8")
         path.chmod(0o755)
         return str(path)
 
@@ -195,20 +229,48 @@ class Sandbox:
         return None
 
 
-def run_lines(command, job, seconds, on_line, box, silence=None):
-    """Run a command that is told its job in one line and answers in lines; how it ended, in words.
+class Stopped(BaseException):
+    """The grader is to end."""
+
+
+_stop = Event()
+
+
+def stop_all() -> None:
+    """End whatever runs behind walls, and let nothing more begin: for a grader that is told to end."""
+    _stop.set()
+
+
+def ended(status: int) -> str:
+    """How a process ended, in words."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        name, words = signal.Signals(-status).name, signal.strsignal(-status) or ""
+    except ValueError:
+        return f"was ended by signal {-status}"
+    return f"was ended by {name} ({words.lower()})"
+
+
+def run_lines(command, job, seconds, on_line, box, silence=None, said=None):
+    """Run a command that is told its job in one line and answers in lines; how it ended, in words. ``said``: a list
+    that gets what came last on standard error, as text.
 
     The whole process tree is ended when its time is over, when there was no line for ``silence`` seconds, when the
-    scratch folder holds too much, and at the end."""
+    scratch folder holds too much, and at the end. Raises Stopped after ``stop_all``."""
+    if _stop.is_set():
+        raise Stopped
     process = subprocess.Popen(command, cwd=box.tree, env=box.environment(), stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     stopped: list[str] = []
     done, heard = Event(), monotonic()
 
     def watch():
         end = monotonic() + seconds
         while not done.wait(0.25):
-            if monotonic() > end:
+            if _stop.is_set():
+                problem = "the grader was stopped"
+            elif monotonic() > end:
                 problem = f"it took more than {seconds:g} seconds"
             elif silence and monotonic() > heard + silence:
                 problem = f"nothing was heard of it for {silence:g} seconds"
@@ -219,8 +281,19 @@ def run_lines(command, job, seconds, on_line, box, silence=None):
                 end_tree(process)
                 return
 
-    watcher = Thread(target=watch, daemon=True)
+    tail: deque[bytes] = deque(maxlen=2)
+
+    def listen():
+        assert process.stderr
+        last = b""
+        with contextlib.suppress(OSError, ValueError):
+            while part := os.read(process.stderr.fileno(), 1 << 16):
+                last = (last + part)[-TAIL:]
+        tail.append(last)
+
+    watcher, listener = Thread(target=watch, daemon=True), Thread(target=listen, daemon=True)
     watcher.start()
+    listener.start()
     try:
         assert process.stdin and process.stdout  # both are pipes
         with contextlib.suppress(OSError):
@@ -236,9 +309,16 @@ def run_lines(command, job, seconds, on_line, box, silence=None):
         watcher.join()
         end_tree(process)
         process.wait()
+        listener.join(5)
         if process.stdout:
             process.stdout.close()
-    return stopped[0] if stopped else f"ended with status {process.returncode}"
+        if process.stderr and not listener.is_alive():
+            process.stderr.close()
+    if _stop.is_set():
+        raise Stopped
+    if said is not None:
+        said += [part.decode(errors="replace") for part in tail]
+    return stopped[0] if stopped else ended(process.returncode)
 
 
 def end_tree(process):

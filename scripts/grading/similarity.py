@@ -52,7 +52,7 @@ def _functions(path: Path) -> Iterable[tuple[str, ...]]:
     """The tokens of every function of a file."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     return [tuple(_tokens(node)) for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
 
@@ -63,7 +63,7 @@ def _tokens(function: ast.AST) -> Iterable[str]:
     while todo:
         node = todo.pop()
         if isinstance(node, ast.Constant):
-            yield repr(node.value)[:8] if isinstance(node.value, (int, float)) else "constant"
+            yield _number(node.value) if isinstance(node.value, (int, float)) else "constant"
             continue
         yield type(node).__name__
         children = [child for name, value in ast.iter_fields(node) if name not in ("annotation", "returns", "ctx")
@@ -71,6 +71,11 @@ def _tokens(function: ast.AST) -> Iterable[str]:
         if isinstance(node, FUNCTIONS) and ast.get_docstring(node) is not None:
             children = [child for child in children if child is not node.body[0]]
         todo += children[::-1]
+
+
+def _number(value: float) -> str:
+    """Short, whatever its size: Python writes out no number of more than some thousand digits."""
+    return hex(value % (1 << 64)) if isinstance(value, int) and value.bit_length() > 64 else repr(value)[:8]
 
 
 def winnow(tokens: tuple[str, ...]) -> set[int]:

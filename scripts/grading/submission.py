@@ -11,13 +11,13 @@ of the work folder, no link is followed, and there are limits on the number and 
 
 from __future__ import annotations
 
-import ast
-import json
+import lzma
 import re
 import shutil
+import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,23 @@ MAX_FILES, MAX_FILE, MAX_ALL = 2_000, 32 << 20, 128 << 20
 MAX_SOURCE = 1 << 20
 
 
-Files = dict[PurePosixPath, Callable[[], bytes]]  # names, and functions that read
+IGNORED = frozenset(("venv", "env", "virtualenv", "node_modules", "site-packages", "__pycache__", "__MACOSX"))
+MAX_ENTRIES = 100_000  # of a zip file, those in ignored folders included
+# What zipfile raises on a file that is none, or that it cannot read: unknown versions and ways of packing
+# (NotImplementedError), passwords (RuntimeError), names that are not in their coding, sizes that cannot be
+FAULTS = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, OSError, EOFError, NotImplementedError,
+          RuntimeError, UnicodeError, ValueError, IndexError, KeyError, OverflowError)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file of a submission: a function that reads it, and when it was changed, in a form that can be compared."""
+
+    read: Callable[[], bytes]
+    changed: tuple[float, ...]
+
+
+Files = dict[PurePosixPath, Entry]
 
 
 class BadSubmission(Exception):
@@ -51,7 +67,8 @@ def take(source: Path, teacher: Path, work: Path) -> Submission:
     """Lay out a submission in the empty folder ``work``. BadSubmission if there is no starter/ in it."""
     found = Submission(source.stem if source.suffix.lower() == ".zip" else source.name, work / "tree", work / "papers")
     with ExitStack() as stack:
-        files = _zip_files(source, stack) if source.suffix.lower() == ".zip" else _folder_files(source)
+        files = (_zip_files(source, stack, found.notes) if source.suffix.lower() == ".zip" else
+                 _folder_files(source, found.notes))
         _lay_out(files, found)
     for pattern in GIVEN:
         for path in sorted(teacher.glob(pattern)):
@@ -61,22 +78,23 @@ def take(source: Path, teacher: Path, work: Path) -> Submission:
                 shutil.copyfile(path, target)
     if (found.papers / "DESIGN.md").is_file():  # C1 wants to see it
         shutil.copyfile(found.papers / "DESIGN.md", found.tree / "DESIGN.md")
-    found.notes += look(found.tree / "starter", teacher / "starter", teacher)
     return found
 
 
 def _lay_out(files: Files, found: Submission) -> None:
     """Write what counts into its place."""
-    root, total = _root(files), 0
+    root, total = _root(files, found.notes), 0
     found.papers.mkdir(parents=True, exist_ok=True)
-    for name, read in files.items():
+    for name, entry in files.items():
         if not name.is_relative_to(root):
             continue
         place = name.relative_to(root)
+        if not place.parts:
+            continue
         code = place.parts[0] == "starter" and "__pycache__" not in place.parts and len(place.parts) > 1
         if not code and (place.suffix.lower() not in PAPERS or place.parts[0] in ("acceptance", "fixtures", "tests")):
             continue
-        content = read()
+        content = entry.read()
         total += len(content)
         if total > MAX_ALL:
             raise BadSubmission(f"it holds more than {MAX_ALL >> 20} MiB")
@@ -88,55 +106,121 @@ def _lay_out(files: Files, found: Submission) -> None:
             target.write_bytes(content)
         except (FileExistsError, NotADirectoryError, IsADirectoryError):
             raise BadSubmission(f"it cannot be unpacked: at {place} a file and a folder have the same name") from None
-        except OSError as error:
-            raise BadSubmission(f"it cannot be unpacked: {str(place)[:80]}: {error.strerror}") from None
+        except (OSError, ValueError) as error:  # ValueError: a name that this system cannot write
+            reason = error.strerror if isinstance(error, OSError) else "it is no name for a file here"
+            if code:
+                raise BadSubmission(f"it cannot be unpacked: {_named(place)}: {reason}") from None
+            found.notes.append(f"{_named(place)} was left out: {reason}")
 
 
-def _root(names: Iterable[PurePosixPath]) -> PurePosixPath:
-    """The outermost folder that holds starter/."""
-    roots = {name.parent.parent for name in names if name.parts[-2:] == ("starter", "__init__.py")}
+def _named(place: PurePosixPath) -> str:
+    return str(place)[:80]
+
+
+def _root(files: Files, notes: list[str]) -> PurePosixPath:
+    """The outermost folder that holds starter/; of several as far out, the one with the newest file. The marker is told
+    of the others."""
+    roots = {name.parent.parent for name in files if name.parts[-2:] == ("starter", "__init__.py")}
     if not roots:
         raise BadSubmission("there is no starter/__init__.py in it: hand in the folder that holds starter/")
-    return min(roots, key=lambda root: (len(root.parts), str(root)))
+
+    def newest(root: PurePosixPath) -> tuple[float, ...]:
+        return max(entry.changed for name, entry in files.items() if name.is_relative_to(root / "starter"))
+
+    nearest = min(len(root.parts) for root in roots)
+    chosen = max((root for root in roots if len(root.parts) == nearest), key=lambda root: (newest(root), str(root)))
+    if len(roots) > 1:
+        others = ", ".join(_named(root / "starter") for root in sorted(roots - {chosen})[:5])
+        why = "the newest of those as far out" if any(
+            len(root.parts) == nearest for root in roots - {chosen}) else "the outermost"
+        notes.append(f"starter/ is in it {len(roots)} times: graded is {_named(chosen / 'starter')}, {why}; "
+                     f"not {others}")
+    return chosen
 
 
-def _folder_files(folder: Path) -> Files:
-    """Every file of a folder. Links are left out, also to folders."""
+def _folder_files(folder: Path, notes: list[str]) -> Files:
+    """Every file of a folder. Links are left out, also to folders, and folders that hold no work of a student's."""
     if not folder.is_dir():
         raise BadSubmission(f"{folder} is neither a folder nor a zip file")
     files: Files = {}
+    ignored: set[PurePosixPath] = set()
     todo = [folder]
     while todo:
-        for path in sorted(todo.pop().iterdir()):
-            if path.is_symlink() or path.name.startswith("."):
-                continue
-            if path.is_dir():
-                todo.append(path)
-            elif path.is_file() and path.stat().st_size <= MAX_FILE:
-                files[PurePosixPath(path.relative_to(folder).as_posix())] = path.read_bytes
-            if len(files) > MAX_FILES:
-                raise BadSubmission(f"it holds more than {MAX_FILES} files")
+        place = todo.pop()
+        try:
+            for path in sorted(place.iterdir()):
+                name = PurePosixPath(path.relative_to(folder).as_posix())
+                if path.is_symlink() or path.name.startswith("."):
+                    continue
+                if path.is_dir():
+                    if path.name.lower() in IGNORED or (path / "pyvenv.cfg").is_file():
+                        ignored.add(name)
+                    else:
+                        todo.append(path)
+                elif path.is_file() and path.stat().st_size <= MAX_FILE:
+                    files[name] = Entry(partial(_read, path, name), (path.stat().st_mtime,))
+                if len(files) > MAX_FILES:
+                    raise BadSubmission(f"it holds more than {MAX_FILES} files")
+        except OSError as error:  # no right to read it, or a path that is too long
+            shown = _named(PurePosixPath(place.relative_to(folder).as_posix()))
+            notes.append(f"{shown}/ was left out: {error.strerror}")
+    _tell_ignored(ignored, notes)
     return files
 
 
-def _zip_files(path: Path, stack: ExitStack) -> Files:
+def _tell_ignored(ignored: Iterable[PurePosixPath], notes: list[str]) -> None:
+    """Name the folders that were left out, but for caches."""
+    names = sorted(_named(name) for name in ignored if name.name not in ("__pycache__", "__MACOSX"))
+    if names:
+        notes.append(f"left out, since it holds installed packages: {', '.join(f'{name}/' for name in names[:5])}"
+                     + f" and {len(names) - 5} more" * (len(names) > 5))
+
+
+def _read(path: Path, name: PurePosixPath) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadSubmission(f"{_named(name)} cannot be read: {error.strerror}") from None
+
+
+def _zip_files(path: Path, stack: ExitStack, notes: list[str]) -> Files:
     """Every file of a zip file, which stays open as long as ``stack``. Names that lead out of it make it a bad one."""
     try:
         archive = stack.enter_context(zipfile.ZipFile(path))
-    except (zipfile.BadZipFile, OSError) as error:
-        raise BadSubmission(f"the zip file cannot be read: {error}") from None
-    entries = archive.infolist()
-    if len(entries) > MAX_FILES:
-        raise BadSubmission(f"it holds more than {MAX_FILES} files")
+        entries = archive.infolist()
+    except FAULTS as error:
+        raise BadSubmission(f"the zip file cannot be read: {_reason(error)}") from None
+    if len(entries) > MAX_ENTRIES:
+        raise BadSubmission(f"it holds more than {MAX_ENTRIES} files")
     files: Files = {}
-    for entry in entries:
-        name = PurePosixPath(entry.filename.replace("\\", "/"))
-        if name.is_absolute() or ".." in name.parts or ":" in entry.filename:
-            raise BadSubmission(f"it holds the name {entry.filename!r}, which leads out of it")
+    names = [(PurePosixPath(entry.filename.replace("\\", "/")), entry) for entry in entries]
+    environments = {name.parent for name, _ in names if name.name == "pyvenv.cfg"} - {PurePosixPath(".")}
+    ignored: set[PurePosixPath] = set()
+    for name, entry in names:
+        if name.is_absolute() or ".." in name.parts or re.match(r"[A-Za-z]:", entry.filename):
+            raise BadSubmission(f"it holds the name {entry.filename[:80]!r}, which leads out of it")
         link = (entry.external_attr >> 16) & 0o170000 == 0o120000
-        if not (entry.is_dir() or link or "__MACOSX" in name.parts or any(part.startswith(".") for part in name.parts)):
-            files[name] = partial(_unpack, archive, entry)
+        if not name.parts or entry.is_dir() or link or any(part.startswith(".") for part in name.parts):
+            continue
+        outer = next((folder for folder in reversed(name.parents)
+                      if folder.name.lower() in IGNORED or folder in environments), None)
+        if outer is not None:
+            ignored.add(outer)
+            continue
+        files[name] = Entry(partial(_unpack, archive, entry), tuple(map(float, entry.date_time)))
+        if len(files) > MAX_FILES:
+            raise BadSubmission(f"it holds more than {MAX_FILES} files")
+    _tell_ignored(ignored, notes)
     return files
+
+
+def _reason(error: BaseException) -> str:
+    """Why a zip file cannot be read, in a few words."""
+    if isinstance(error, UnicodeError):
+        return "a name in it is not in the coding that it says"
+    if isinstance(error, (IndexError, KeyError, struct.error, OverflowError)):
+        return "its table of contents is damaged"
+    return str(error)[:200] or type(error).__name__
 
 
 def _unpack(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
@@ -144,28 +228,11 @@ def _unpack(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
     try:
         with archive.open(entry) as file:
             content = file.read(MAX_FILE + 1)
-    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError) as error:  # the last: it has a password
-        raise BadSubmission(f"{entry.filename} in the zip file cannot be read: {error}") from None
+    except FAULTS as error:
+        raise BadSubmission(f"{entry.filename[:80]} in the zip file cannot be read: {_reason(error)}") from None
     if len(content) > MAX_FILE:
-        raise BadSubmission(f"{entry.filename} holds more than {MAX_FILE >> 20} MiB")
+        raise BadSubmission(f"{entry.filename[:80]} holds more than {MAX_FILE >> 20} MiB")
     return content
-
-
-# ------------------------------------------------------------------------------------------- what to look at
-
-
-UNUSUAL = {"gc", "inspect", "ctypes", "socket", "subprocess", "unittest", "acceptance", "tests", "harness", "oracle",
-           "observed", "child", "signal", "builtins", "faulthandler", "atexit", "urllib", "http", "requests", "vllm",
-           "torch", "transformers", "pickle", "marshal", "multiprocessing", "runpy", "traceback", "importlib", "imp",
-           "pkgutil", "zipimport"}
-CALLS = {"exec", "eval", "compile", "__import__", "globals", "_getframe", "_exit", "_current_frames", "settrace",
-         "setprofile", "modules", "__subclasses__", "__globals__", "__code__", "__closure__", "f_globals", "f_locals",
-         "meta_path", "addaudithook", "environ", "argv", "kill", "abort", "import_module", "SourceFileLoader",
-         "SourcelessFileLoader", "spec_from_file_location", "exec_module", "load_module", "run_path", "run_module",
-         "__path__", "__loader__", "__spec__"}
-WORDS = {"golden", "fixtures", "tiny_model.json", "fixtures/tiny_model.json", "P07_SEED"}  # as texts of their own
-OWNERS = {"time", "json", "random", "os", "sys", "unittest", "math", "threading", "tracemalloc"}
-GOLDEN = 6  # so many of a golden output's tokens in a row are no accident
 
 
 def changed(starter: Path, given: Path, ours: Path) -> list[str]:
@@ -179,70 +246,3 @@ def changed(starter: Path, given: Path, ours: Path) -> list[str]:
         elif whole and (starter / name).read_bytes() != path.read_bytes():
             notes.append(f"starter/{name.as_posix()} was given complete, and is changed")
     return notes
-
-
-def look(starter: Path, ours: Path, teacher: Path) -> list[str]:
-    """What no engine needs, in the student's files and not in the same file of ours: to be looked at, no verdict."""
-    golden = _golden(teacher)
-    notes = []
-    for path in sorted(starter.rglob("*.py")):
-        name, model = path.relative_to(starter.parent).as_posix(), ours / path.relative_to(starter)
-        if model.is_file() and model.read_bytes() == path.read_bytes():
-            continue
-        try:
-            source = path.read_text(encoding="utf-8")
-            found = _unusual(ast.parse(source))
-            if any(run in golden for row in re.findall(r"\d+(?:,\d+)+", re.sub(r"\s", "", source))
-                   for run in _runs(row.split(","))):
-                found["holds tokens of a golden output"] = 1
-        except (SyntaxError, ValueError, RecursionError) as error:
-            notes.append(f"{name} is not Python: {error}")
-            continue
-        usual = _unusual(ast.parse(model.read_text(encoding="utf-8"))) if model.is_file() else {}
-        notes += [f"{name}, line {line}: {what}" for what, line in found.items() if what not in usual]
-    return notes
-
-
-def _golden(teacher: Path) -> set[tuple[str, ...]]:
-    """Every run of so many tokens of the fixtures' golden outputs."""
-    found: set[tuple[str, ...]] = set()
-    for path in sorted((teacher / "fixtures").glob("*.json")):
-        document = json.loads(path.read_text(encoding="utf-8"))
-        golden = document.get("golden") if isinstance(document, dict) else None
-        for row in (golden or {}).get("tokens", {}).values():
-            found |= {run for run in _runs([str(token) for token in row]) if len(set(run)) > 2}
-    return found
-
-
-def _runs(row: list[str]) -> Iterator[tuple[str, ...]]:
-    return (tuple(row[i:i + GOLDEN]) for i in range(len(row) - GOLDEN + 1))
-
-
-def _unusual(tree: ast.AST) -> dict[str, int]:
-    """{what: first line}."""
-    found: dict[str, int] = {}
-    for node in ast.walk(tree):
-        line = getattr(node, "lineno", 0)
-        if isinstance(node, ast.Import):
-            names = [alias.name.partition(".")[0] for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names = [(node.module or "").partition(".")[0]]
-        else:
-            names = []
-        for name in names:
-            if name in UNUSUAL:
-                found.setdefault(f"imports {name}", line)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in WORDS:
-            found.setdefault(f"speaks of {node.value!r}", line)
-        if isinstance(node, ast.Attribute) and node.attr in CALLS:
-            found.setdefault(f"uses .{node.attr}", line)
-        elif isinstance(node, ast.Name) and node.id in CALLS and (isinstance(node.ctx, ast.Load)
-                                                                  or node.id == "__path__"):
-            found.setdefault(f"uses {node.id}", line)
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path":
-            found.setdefault("uses sys.path", line)
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        for target in targets:
-            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in OWNERS:
-                found.setdefault(f"replaces {target.value.id}.{target.attr}", line)
-    return found

@@ -29,7 +29,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-MOST = 64 << 20  # characters in a message
+MOST = 8 << 20  # bytes in a message
 PLAIN = (type(None), bool, int, float, str)
 SPECIAL = ("__len__", "__iter__", "__next__", "__getitem__", "__setitem__", "__contains__", "__call__")
 

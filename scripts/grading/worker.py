@@ -5,6 +5,7 @@ Its standard input and output are the wire; what the submission prints goes to s
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from contextlib import suppress
@@ -21,6 +22,7 @@ def main(tree):
     os.dup2(2, 1)
     sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path(__file__).resolve().parent]
     sys.path.insert(0, tree)
+    faulthandler.enable()  # after a crash standard error says where in Python it was
     with suppress(Gone):  # the judge has heard enough
         WorkerWire(reader, writer).serve()
 

@@ -11,12 +11,31 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from traceback import extract_tb
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from wire import PLAIN, SPECIAL, Wire
 
+TEXT = 20_000  # characters of an error
+TREE = Path.cwd()  # the submission's, in which the worker is started
 AHEAD = 32  # how many answers to consecutive reads are sent together
+
+
+def _where(error):
+    """The innermost line of the submission that an error passed through."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_file(error.filename)}, line {error.lineno}: {(error.text or '').strip()[:200]}"
+    frames = [frame for frame in extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(TREE)]
+    if not frames:
+        return ""
+    frame = frames[-1]
+    return f"{_file(frame.filename)}, line {frame.lineno}, in {frame.name}: {(frame.line or '').strip()[:200]}"
+
+
+def _file(name):
+    path = Path(name)
+    return path.relative_to(TREE).as_posix() if path.is_relative_to(TREE) else path.name
 
 
 class Foreign:
@@ -149,7 +168,8 @@ class WorkerWire(Wire):
     def encode_error(self, error):
         attributes = {name: self.encode(item) for name, item in getattr(error, "__dict__", {}).items()
                       if type(item) in PLAIN}
-        return {"x": self._error_class(type(error)), "text": str(error), "o": self._hold(error), "f": attributes}
+        return {"x": self._error_class(type(error)), "text": str(error)[:TEXT], "o": self._hold(error), "f": attributes,
+                "w": _where(error)}
 
     def decode(self, data):
         if type(data) is not dict:

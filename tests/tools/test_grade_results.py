@@ -7,16 +7,19 @@ import csv
 import io
 import json
 import tempfile
+import unicodedata
 import unittest
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 from scripts import grade as command
 from scripts.grading import github_classroom, gradescope, results
 from scripts.grading.class_run import CLASS_FILES, COMPLETE, ClassGrades, distinct_names
-from scripts.grading.grade import Grade
+from scripts.grading.grade import Grade, all_tests
+from scripts.grading.plain import bounded
 from scripts.grading.rubric import Rubric
-from scripts.grading.runner import Outcome
+from scripts.grading.runner import MOST, Outcome
 from tests.paths import ROOT
 from tests.support import run_main
 
@@ -86,6 +89,42 @@ class Forms(unittest.TestCase):
         self.assertNotIn("imports gc", text)
         self.assertIn("imports gc", results.notes(grade()))
         self.assertIn("Not graded: too big", results.text(grade(problem="too big")))
+
+    def test_no_message_forges_a_line(self):
+        """Escape codes, and lines that look like the grader's."""
+        evil = grade()
+        test = "M2KVCache.test_dirty_pages"
+        evil.tests[test] = Outcome("failed", "\x1b[2J\x1b[Hmira: 86 of 86 automatic points\nmira: 86 of 86\x9b1m")
+        evil.papers = {"design": {"words": {"a\x1b[1m\x9b": 3}, "missing": ["\x9b"], "empty": [], "problem": "\x9b"},
+                       "timelines": {}, "figures": {}}
+        with tempfile.TemporaryDirectory() as folder:
+            results.write(evil, Path(folder))
+            for path in Path(folder).iterdir():
+                content = path.read_text(encoding="utf-8")
+                bad = [c for c in content if unicodedata.category(c) in ("Cc", "Cf") and c != "\n"]
+                self.assertFalse(bad, path.name)
+                if path.suffix == ".json":
+                    json.loads(content)
+            lines = Path(folder, "result.txt").read_text(encoding="utf-8").splitlines()
+        self.assertEqual(len([line for line in lines if line.startswith("mira: ")]), 1)
+
+    def test_all_files_are_bounded_in_bytes(self):
+        long = Outcome("failed", bounded("\U0001f600" * 20_000, MOST))
+        tests = dict.fromkeys([test for kind in all_tests(ROOT) for test in kind], long)
+        with tempfile.TemporaryDirectory() as folder:
+            results.write(Grade("x", Rubric.load().mark(tests, tests), tests), Path(folder))
+            for path in Path(folder).iterdir():
+                self.assertLess(path.stat().st_size, 1_500_000, path.name)
+
+    def test_a_full_disk_cuts_no_earlier_result(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "result.txt")
+            results.save(path, "before\n")
+            with mock.patch.object(results.os, "replace", mock.Mock(side_effect=OSError(28, "No space left"))), \
+                    self.assertRaises(OSError):
+                results.save(path, "after\n")
+            self.assertEqual([(found.name, found.read_text(encoding="utf-8")) for found in Path(folder).iterdir()],
+                             [("result.txt", "before\n")])
 
     def test_a_row_is_a_row(self):
         evil = grade(problem="a, \"quoted\"\nproblem")

@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import unittest
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic, sleep
 from unittest import mock
 
 from scripts.grading import sandbox
-from scripts.grading.sandbox import Limits, Sandbox, beside, has_namespaces, out_of_sight, run_lines
+from scripts.grading.sandbox import Limits, Sandbox, ended, has_filter, has_namespaces, out_of_sight, run_lines
 from tests.paths import ROOT
 
 LIMITS = Limits(memory=512 << 20, file=1 << 20, disk=3 << 20, files=20)
@@ -102,6 +105,64 @@ print(json.dumps(["told", root in said.partition("{{")[0]]))
 """
 
 
+AROUND = """
+import json, os, sys
+def tried(name, act):
+    try:
+        act()
+        print(json.dumps([name, "done"]), flush=True)
+    except BaseException as error:
+        print(json.dumps([name, type(error).__name__]), flush=True)
+def module(name):
+    return lambda: __import__(name)
+def again(name):
+    def act():
+        import importlib.util, importlib.machinery, _imp
+        sys.modules.pop(name, None)
+        spec = importlib.machinery.BuiltinImporter.find_spec(name) or importlib.util.find_spec(name)
+        return importlib.util.module_from_spec(spec).fork_exec
+    return act
+def fork_exec():
+    import _posixsubprocess
+    _posixsubprocess.fork_exec([b"/bin/true"], [b"/bin/true"], True, (), None, [], -1, -1, -1, -1, -1, -1, -1, -1,
+                               True, False, -1, None, None, -1, None, True)
+def socket():
+    import socket
+    socket.socket().listen()
+def fifo():
+    os.mkfifo({outside!r})
+def posix_fifo():
+    import posix
+    posix.mkfifo({outside!r})
+def code():
+    (lambda: 0).__code__.replace(co_code=b"")
+def harmless():
+    import subprocess, tempfile, unittest, threading, json, dataclasses, concurrent.futures
+    one = threading.Thread(target=int)
+    one.start()
+    one.join()
+tried("harmless", harmless)
+for name in ("_posixshmem", "_ctypes", "ctypes", "readline", "sqlite3", "_dbm", "_tkinter", "_testcapi",
+             "_xxsubinterpreters"):
+    tried(name, module(name))
+tried("fork_exec", fork_exec)
+tried("fork_exec again", again("_posixsubprocess"))
+for act in (socket, fifo, posix_fifo, code):
+    tried(act.__name__, act)
+tried("multiprocessing", lambda: __import__("multiprocessing.synchronize").Lock())
+"""
+GRADER = """
+import sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from scripts.grading import sandbox
+place = Path({place!r})
+sandbox.has_namespaces, sandbox.has_filter = lambda: {namespaces}, lambda: {filtered}
+box = sandbox.Sandbox(place, place / "scratch", sandbox.Limits())
+sandbox.run_lines(box.command(str(place / "script.py")), None, 600, print, box)
+"""
+
+
 class Walls(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -180,18 +241,110 @@ class Walls(unittest.TestCase):
                     self.assertEqual(len(told), 9)
                     self.assertNotIn("done", told.values(), told)
 
-    def test_python_in_the_teachers_tree_stays(self):
-        for name in ("starter", "env/lib", "docs"):
-            (self.place / "t" / name).mkdir(parents=True)
-        tree = self.place / "t"
-        self.assertEqual(beside(tree, (tree / "env",)), [tree / "docs", tree / "starter"])
-        self.assertEqual(beside(tree, (ROOT,)), [tree])
+    @unittest.skipUnless(has_namespaces(), "SKIPPED: needs namespaces: Linux with util-linux")
+    def test_of_a_hidden_folder_python_alone_stays(self):
+        """A home in which Python lies, say."""
+        home = self.place / "home"
+        for name in ("python", "diary"):
+            (home / name).mkdir(parents=True)
+            (home / name / "file").write_text(name, encoding="utf-8")
+        (home / "notes").write_text("mine", encoding="utf-8")
+        work = self.place / "work"
+        (work / "scratch").mkdir(parents=True)
+        script = work / "script.py"
+        script.write_text(f"import os\nhome = {str(home)!r}\nprint([name for name in ('python', 'diary', 'notes') if "
+                          "os.path.exists(os.path.join(home, name))], open(home + '/python/file').read())\n",
+                          encoding="utf-8")
+        said = []
+        with mock.patch.object(sandbox, "PYTHON", (*sandbox.PYTHON, home / "python")):
+            box = Sandbox(work, work / "scratch", LIMITS, (home,))
+            how = run_lines(box.command(str(script)), None, 30, said.append, box)
+        self.assertEqual((said, how), ([b"['python'] python\n"], "ended with status 0"))
 
     def test_what_can_be_hidden(self):
         inner = self.place / "a" / "b"
         inner.mkdir(parents=True)
-        folders = (inner, self.place / "a", ROOT, Path(sys.prefix), self.place / "no", self.scratch)
+        folders = (inner, self.place / "a", self.place / "no", self.scratch, Path(self.place.anchor))
         self.assertEqual(out_of_sight(folders, self.scratch), [self.place / "a"])
+
+    def test_ways_around_the_hook(self):
+        """What CPython's C modules do without an audit event."""
+        outside = self.place / "outside"
+        code = AROUND.format(outside=str(outside))
+        for namespaces in {has_namespaces(), False}:
+            for filtered in {has_filter(), False}:
+                with self.subTest(namespaces=namespaces, filtered=filtered), \
+                        mock.patch.object(sandbox, "has_namespaces", lambda: namespaces), \
+                        mock.patch.object(sandbox, "has_filter", lambda: filtered):  # noqa: B023
+                    lines, how = self.run_script(code)
+                    told = dict(map(json.loads, lines))
+                    self.assertEqual((how, told.pop("harmless")), ("ended with status 0", "done"))
+                    self.assertEqual(len(told), 16)
+                    self.assertNotIn("done", told.values(), told)
+                    self.assertFalse(outside.exists())
+
+    @unittest.skipUnless(has_filter(), "SKIPPED: needs seccomp: Linux")
+    def test_no_process_even_past_the_hook(self):
+        """The filter alone, without any hook; the process ends with the one that started it."""
+        script = self.place / "script.py"
+        script.write_text("import os, signal, socket, sys, threading\n"
+                          "for act in (os.fork, lambda: os.execv(sys.executable, ['x']), socket.socket,\n"
+                          "            lambda: os.kill(os.getppid(), 0), lambda: os.mkfifo('x')):\n"
+                          "    try: act(); print('done')\n    except PermissionError: print('held')\n"
+                          "one = threading.Thread(target=print, args=('thread',)); one.start(); one.join()\n"
+                          "socket.socketpair()\nos.kill(os.getpid(), 0)\n", encoding="utf-8")
+        done = subprocess.run([*sandbox.GUARD, str(sandbox.HERE / "guard.py"), "0", "1", sys.executable, str(script)],
+                              capture_output=True, encoding="utf-8", check=False, cwd=self.scratch)
+        self.assertEqual((done.stdout.split(), done.stderr, done.returncode), (["held"] * 5 + ["thread"], "", 0))
+
+    @unittest.skipUnless(sys.platform.startswith("linux"), "SKIPPED: needs Linux, whose kernel does it")
+    def test_all_ends_with_the_grader(self):
+        """Also by SIGKILL, which nobody can answer: the looping process is gone, with namespaces and without."""
+        pid = self.scratch / "pid"
+        (self.place / "script.py").write_text(f"import os, time\nopen({str(pid)!r}, 'w').close()\nwhile True: pass\n",
+                                              encoding="utf-8")
+        for namespaces, filtered in {(has_namespaces(), has_filter()), (False, has_filter()), (False, False)}:
+            with self.subTest(namespaces=namespaces, filtered=filtered):
+                pid.unlink(missing_ok=True)
+                grader = subprocess.Popen([sys.executable, "-c", GRADER.format(
+                    root=str(ROOT), place=str(self.place), namespaces=namespaces, filtered=filtered)])
+                try:
+                    self.wait_for(pid.exists)
+                    self.assertTrue(self.loops())
+                finally:
+                    grader.kill()
+                    grader.wait()
+                self.wait_for(lambda: not self.loops())
+
+    def wait_for(self, condition):
+        end = monotonic() + 30
+        while not condition():
+            self.assertLess(monotonic(), end)
+            sleep(0.05)
+
+    def loops(self):
+        """Numbers of the processes whose command line names this test's folder."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                if int(path.parent.name) != os.getpid() and str(self.place / "script.py").encode() in path.read_bytes():
+                    found.append(path.parent.name)
+        return found
+
+    def test_the_end_in_words(self):
+        self.assertEqual(ended(3), "ended with status 3")
+        if os.name == "posix":
+            self.assertIn("SIGSEGV (segmentation fault", ended(-11))
+            _, how = self.run_script("import faulthandler\nfaulthandler._read_null()\n")
+            self.assertIn("SIGSEGV", how)
+
+    def test_the_last_words(self):
+        script = self.place / "script.py"
+        script.write_text("import sys\nsys.stderr.write('x' * 100_000 + 'the end')\n", encoding="utf-8")
+        box, said = Sandbox(self.place, self.scratch, LIMITS), []
+        run_lines(box.command(str(script)), None, 30, print, box, said=said)
+        self.assertEqual([text[-9:] for text in said], ["xxthe end"])
+        self.assertLessEqual(len(said[0]), sandbox.TAIL)
 
     def test_time(self):
         lines, ended = self.run_script("print('begun', flush=True)\nwhile True: pass\n", seconds=1.5)

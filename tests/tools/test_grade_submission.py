@@ -6,10 +6,12 @@ import tempfile
 import unittest
 import zipfile
 from pathlib import Path
+from time import monotonic
 from unittest import mock
 
 from scripts.grading import submission
-from scripts.grading.submission import BadSubmission, changed, look, take
+from scripts.grading.look import look
+from scripts.grading.submission import BadSubmission, changed, take
 from tests.paths import ROOT
 
 GOOD = {"starter/__init__.py": "", "starter/engine.py": "x = 1\n", "DESIGN.md": "# Mine\n", "runs/week1.jsonl": "{}\n"}
@@ -109,6 +111,55 @@ class Taking(SubmissionCase):
         path.write_bytes(b"PK\x03\x04 and no more")
         self.refused(path, "cannot be read")
 
+    def test_what_zipfile_cannot_read(self):
+        """Each ends in a sentence: an empty name is left out, the others make it a bad one."""
+        path = self.zip({**GOOD, "starter/engine.py": "x = 12345\n"}, "method.zip")
+        whole = path.read_bytes()
+        at = whole.index(b"PK\x01\x02", whole.index(b"PK\x01\x02") + 1)  # the directory's entry of engine.py
+        self.assertIn(b"engine.py", whole[at:at + 64])
+        for what, place, value, says in (("version", 6, b"\xff\x00", "version"),
+                                         ("method", 10, b"\x63\x00", "compress"),
+                                         ("lzma", 10, b"\x0e\x00", "cannot be read"),
+                                         ("name", 46, b"\xff\xff\xff", "cannot be read")):
+            with self.subTest(what=what):
+                changed_one = bytearray(whole)
+                changed_one[at + place:at + place + len(value)] = value
+                if what == "name":
+                    changed_one[at + 8:at + 10] = b"\x00\x08"  # it says that it is UTF-8
+                path.write_bytes(changed_one)
+                self.refused(path, f"cannot be read.*{'' if 'read' in says else says}")
+        path = self.place / "mira.zip"
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, text in {**GOOD, "empty": "nothing"}.items():
+                archive.writestr(name, text)
+            archive.filelist[-1].filename = ""
+        self.assertTrue((self.take(path).tree / "starter" / "engine.py").is_file())
+
+    def test_names_and_folders_that_do_no_harm(self):
+        packages = {f"venv/lib/{i}.py": "" for i in range(30)} | {"mine/pyvenv.cfg": "", "mine/x.py": ""}
+        for source in (self.zip({**GOOD, **packages, "12:30.md": "a"}), self.folder({**GOOD, **packages})):
+            with self.subTest(source=source.name), mock.patch.object(submission, "MAX_FILES", 10), \
+                    tempfile.TemporaryDirectory() as work:
+                taken = take(source, ROOT, Path(work))
+                self.assertEqual(taken.notes, ["left out, since it holds installed packages: mine/, venv/"])
+
+    def test_a_path_that_is_too_long(self):
+        """Of a paper: it is left out, and named."""
+        taken = self.take(self.zip({**GOOD, f"runs/{'n' * 300}.md": "x"}))
+        self.assertRegex(taken.notes[0], "runs/nnn.* was left out: ")
+
+    def test_more_than_one_engine(self):
+        """The newest counts, and the marker is told; one in a folder of its own beside the work does not."""
+        path = self.place / "two.zip"
+        with zipfile.ZipFile(path, "w") as archive:
+            for root, year in (("backup", 2024), ("final", 2026), ("final/old", 2027)):
+                for name in ("__init__.py", "engine.py"):
+                    archive.writestr(zipfile.ZipInfo(f"{root}/starter/{name}", (year, 1, 1, 0, 0, 0)), f"x = {year}\n")
+        taken = self.take(path)
+        self.assertEqual((taken.tree / "starter" / "engine.py").read_text(encoding="utf-8"), "x = 2026\n")
+        self.assertEqual(taken.notes, ["starter/ is in it 3 times: graded is final/starter, the newest of those as far "
+                                       "out; not backup/starter, final/old/starter"])
+
 
 class Looking(SubmissionCase):
     def notes(self, code):
@@ -130,6 +181,30 @@ class Looking(SubmissionCase):
         tokens = max(document["golden"]["tokens"].values(), key=len)
         self.assertIn("golden", self.notes(f"ANSWERS = {tokens}\n"))
         self.assertNotIn("golden", self.notes(f"ANSWERS = {[token + 1 for token in tokens]}\n"))
+
+    def test_what_reaches_below_the_library(self):
+        for code, says in (("import _posixsubprocess\n", "imports _posixsubprocess"), ("import _ctypes\n", "_ctypes"),
+                           ("import _socket as s\n", "imports _socket"), ("import posix\n", "imports posix"),
+                           ("import os as o\no.write(1, b'')\n", "line 2: uses os.write"),
+                           ("from os import write\n", "uses os.write"),
+                           ("x = '/proc/self/fd'\n", "of '/proc/self/fd'")):
+            with self.subTest(code=code):
+                self.assertIn(says, self.notes(code))
+        self.assertEqual(self.notes("import sys\nsys.stdout.write('a')\n"), "")
+
+    def test_read_as_python_reads_it(self):
+        starter = self.folder({"starter/engine.py": ""}) / "starter"
+        for source in (b"\xef\xbb\xbfimport subprocess\n",
+                       "# coding: gbk\n# \u4e2d\u6587\nimport subprocess\n".encode("gbk")):
+            (starter / "engine.py").write_bytes(source)
+            self.assertRegex("".join(look(starter, ROOT / "starter", ROOT)), "imports subprocess$")
+        self.assertEqual(self.notes(f"x = 0x{'f' * 5_000}\n"), "")
+
+    def test_the_time_grows_with_the_size_alone(self):
+        """Digits in a comment, a chain of attributes: each took minutes, and may take seconds."""
+        began = monotonic()
+        self.notes(f"# {'1' * 500_000}\n# {'1,2' * 100_000}\n" + f"x{'.a' * 300}\n" * 1_000)
+        self.assertLess(monotonic() - began, 20)
 
     def test_what_our_own_file_has_is_no_news(self):
         source = (ROOT / "starter" / "backends" / "workers" / "process.py").read_text(encoding="utf-8") + "\n# mine\n"

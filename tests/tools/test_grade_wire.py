@@ -141,6 +141,8 @@ class WireCase(unittest.TestCase):
             engine.refuse()
         self.assertIsInstance(caught.exception, ValueError)
         self.assertEqual((str(caught.exception), caught.exception.path), ("no", "/x"))
+        self.assertRegex(caught.exception.remote_where,
+                         r"tests/tools/test_grade_wire.py, line \d+, in refuse: raise Refused\(")
         with self.assertRaises(AttributeError):
             _ = engine.nothing
 
@@ -207,6 +209,15 @@ class Garbage(unittest.TestCase):
                 with self.assertRaises(Gone):
                     judge.module("starter")
                 self.assertTrue(judge.broken)
+
+    def test_a_message_has_a_size(self):
+        """A worker that writes without end costs the judge no more than one message."""
+        said = io.BytesIO(b'["ok", "' + b"x" * (wire.MOST + 1_000) + b'"]\n')
+        judge = JudgeWire(said, io.BytesIO())
+        with self.assertRaisesRegex(Gone, "a message of more than"):
+            judge.module("starter")
+        self.assertLessEqual(said.tell(), wire.MOST)
+        self.assertLessEqual(wire.MOST, 16 << 20)
 
     def test_an_error_from_outside_cannot_be_one_of_the_harness(self):
         kind = ["SkipTest", True, [["AssertionError", True, []]]]

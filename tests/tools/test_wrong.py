@@ -97,7 +97,7 @@ class CommandTest(unittest.TestCase):
         outcome = dict(run_here([test], MISTAKES["prefill_starves_decode"]))[test]
         rule, *lines = outcome.message.splitlines()
         self.assertTrue(rule.startswith("V4: "))
-        self.assertEqual([line.split()[0] for line in lines], ["happened:", "hint:", "why:", "replay:"])
+        self.assertEqual([line.split()[0] for line in lines], ["happened:", "hint:", "why:", "numbers:", "replay:"])
         self.assertIn("python3 -m acceptance M3ContinuousBatching.test_decode_gap --seed 1 --timelines", lines[-1])
 
 
