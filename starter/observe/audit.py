@@ -53,7 +53,7 @@ class Audit:
         self.model: ModelConfig = MODEL_SHAPE.parse(header["model"], "/model")
         self.violations: list[Violation] = []
         self.proven: Counter[str] = Counter()
-        self.longest_wait = (0, 0)  # steps, and its bound
+        self.longest_wait = (0, 0, 0)  # steps; its bounds: the work in front of it, and what is promised in general
         self._pages = PageLedger(header["num_pages"], self.settings.page_size, self.settings.host_pages)
         self._policy = POLICIES[self.settings.policy]()
         self._max_running = 1 if self.settings.batching == "none" else self.settings.max_running
@@ -127,6 +127,7 @@ class Audit:
         request = replace(parent.request, request_id=event["request"])
         child = self._begin(parent.family, request, list(parent.tokens))
         child.computed, child.generated, child.due, child.running = parent.computed, parent.generated, parent.due, True
+        child.begin_to_run(self._live.values())
 
     def _on_token(self, event: Event) -> None:
         if (record := self._find(event)) is None:
@@ -233,7 +234,9 @@ class Audit:
                         if record else f"{name} is {verb}, but is not live")
             return
         record.running = running
-        if not running:
+        if running:
+            record.begin_to_run(self._live.values())
+        else:
             record.rank = self._policy.rank(record.request, record.arrival, record.generated)
             record.begin_to_wait(self._live.values())
 
@@ -283,10 +286,13 @@ class Audit:
         waits_count = budget > 0 and not self._pages.held_outside
         for name, record in self._live.items():
             if not record.running and waits_count:
-                record.wait(-(-self._max_running // budget) * patience)
-                self.longest_wait = max(self.longest_wait, (record.waited, record.bound))
+                record.wait(-(-self._max_running // budget) * patience, not served)
+                self.longest_wait = max(self.longest_wait, (record.waited, record.work, record.bound))
                 if record.waited > record.bound:
                     self._wrong("V4", f"{name} has waited {record.waited} steps; at most {record.bound} are promised")
+                elif record.waited > record.work:
+                    self._wrong("V4", f"{name} has waited {record.waited} steps, while those who ran had {record.work} "
+                                      f"tokens to compute")
             elif (record.running and name not in served and record.generated
                   and record.computed == len(record.tokens) - 1 and len(plan["running"]) <= budget
                   and self._policy.decode_first and record not in self._unlisted):

@@ -64,14 +64,15 @@ def check(arguments: Sequence[str]) -> int:
         console.line(("1 promise is broken" if number == 1 else f"{number} promises are broken")
                      + (f"; these are the first {SHOWN}" if number > SHOWN else ""))
         return EXIT_DIFFERS
-    seen, (waited, bound) = audit.proven, audit.longest_wait
+    seen, (waited, work, bound) = audit.proven, audit.longest_wait
     for promise, sentence in (
         ("V1", f"{seen['chunks']} chunks and {seen['page accesses']} page accesses, each to pages of its own request; "
                f"{seen['tokens']} tokens, each from all that was known"),
         ("V2", f"{seen['page changes']} changes of block tables; every page accounted for after each"),
         ("V3", f"{seen['requests']} requests and samples, {seen['ends']} ends; tokens without gaps, none after a "
                f"cancel"),
-        ("V4", f"{seen['steps']} steps within their budgets; the longest wait was {waited} steps, of {bound} promised"),
+        ("V4", f"{seen['steps']} steps within their budgets; the longest wait was {waited} steps, of at most {work}: "
+               f"the tokens that those who ran meanwhile had to compute (the scheduler's promise: {bound})"),
     ):
         console.line(f"{promise}  {sentence}")
     return EXIT_OK

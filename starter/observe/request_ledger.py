@@ -1,9 +1,14 @@
 """M6 · What an audit keeps of a request, from its submit to its end, and how long the request may wait.
 
-The bound is the one that ``scheduler.py`` promises: behind k requests a request waits at most
-(k + 1) * (BYPASS_LIMIT + 2) * L * ceil(max_running / budget) steps, and AGING + 1 times as many under "prefill-first".
-L is the largest number of prompt and output tokens of any request that is live meanwhile. The audit is generous: k
-counts every request that could ever go first, L every request that was ever live.
+Two bounds hold. The *work in front* is the run's own: a step in which a request waits computes at least one token of a
+request that runs, unless nothing can run in it. So apart from such steps the request waits no longer than those who run
+meanwhile have tokens to compute: what is left of prompt and max_tokens, and all of it for those who are admitted, or
+admitted again, meanwhile. Nothing is assumed of the policy.
+
+The other is the one that ``scheduler.py`` promises before any request is known: behind k requests a request waits at
+most (k + 1) * (BYPASS_LIMIT + 2) * L * ceil(max_running / budget) steps, and AGING + 1 times as many under
+"prefill-first". L is the largest number of prompt and output tokens of any request that is live meanwhile. The audit is
+generous: k counts every request that could ever go first, L every request that was ever live.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ class RequestRecord:
     ahead: int = 0  # k
     longest: int = 0  # L
     turns: int = 1  # by which a small budget, or a policy that lets prompts go first, multiplies the wait
+    work: int = 0  # tokens that those who ran meanwhile had left to compute when it began, or when they began
 
     @property
     def order(self) -> tuple[float, int]:
@@ -53,14 +59,23 @@ class RequestRecord:
 
     def begin_to_wait(self, live: Iterable[RequestRecord]) -> None:
         """It is new, or was preempted: it waits behind some of the live requests, and some of them wait behind it."""
-        self.waited, self.turns, self.ahead, self.longest = 0, 1, 0, self.length
+        self.waited, self.turns, self.ahead, self.longest, self.work = 0, 1, 0, self.length, 0
         for other in live:
             if other is not self:
                 self.ahead += other.order < self.order
                 other.ahead += self.order < other.order
                 self.longest, other.longest = max(self.longest, other.length), max(other.longest, self.length)
+                self.work += (other.length - other.computed) * other.running
 
-    def wait(self, turns: int) -> None:
-        """Wait for one more step, which serves it only every ``turns``-th time."""
+    def begin_to_run(self, live: Iterable[RequestRecord]) -> None:
+        """Those that wait may have to wait for all that it computes: its whole length, as its pages may be gone."""
+        for other in live:
+            if not other.running:
+                other.work += self.length
+
+    def wait(self, turns: int, idle: bool) -> None:
+        """Wait for one more step, which serves it only every ``turns``-th time; ``idle``: nothing was computed in
+        it."""
         self.waited += 1
+        self.work += idle
         self.turns = max(self.turns, turns)

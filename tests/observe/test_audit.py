@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import unittest
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from starter.scheduler import AGING, POLICIES
 from starter.schema import MODEL_SHAPE
 from starter.timeline import Event
 from tests.paths import TIMELINE
-from tests.support import CONFIG, FIVE, SERVINGS, TIGHT, failing_at, make_engine
+from tests.support import CONFIG, FIVE, SERVINGS, TIGHT, VOCABULARY, failing_at, make_engine
 from tests.timelines import as_read, full_engine, random_run
 
 TOKEN = {"event": "token", "token": 1, "text": "b"}
@@ -39,12 +40,35 @@ class GoodTest(unittest.TestCase):
         chunks = [chunk for event in events if event["event"] == "step" for chunk in event["chunks"]]
         self.assertEqual(audit.proven["chunks"], len(chunks))
         self.assertEqual(audit.proven["page accesses"], sum(-(-(start + count) // 8) for _, start, count, _ in chunks))
-        self.assertGreater(audit.longest_wait[0], 0)
+        waited, work, bound = audit.longest_wait
+        self.assertEqual((waited, bound), (17, 3960))
+        self.assertLessEqual(work, 10 * waited)  # F043: a bound of the run's own, within an order of magnitude
 
     def test_random_runs(self) -> None:
         for seed in range(4000, 4016):
             with self.subTest(seed=seed):
                 self.assert_good(random_run(seed))
+
+    def test_work_in_front_bounds_every_wait(self) -> None:
+        """Of crowds in small pools, by every policy and preemption; it is often far below the general bound."""
+        tight = 0
+        for seed in range(120):
+            dice = random.Random(seed)
+            engine = make_engine(page_size=dice.choice((2, 4)), num_pages=dice.randint(10, 14), host_pages=8,
+                                 budget_tokens=dice.choice((1, 2, 5, 16)), max_running=dice.choice((1, 3, 5)),
+                                 policy=dice.choice(sorted(POLICIES)), preemption=dice.choice(("recompute", "swap")),
+                                 batching=dice.choice(("continuous", "continuous", "static")),
+                                 prefix_sharing=dice.random() < 0.5)
+            for number in range(9):
+                engine.submit(dice.choices(range(VOCABULARY), k=dice.randint(1, 12)), dice.randint(1, 8),
+                              request_id=f"r{number}", priority=dice.randint(0, 2), temperature=1.0, seed=number,
+                              n=dice.choice((1, 1, 2)))
+                for _ in range(dice.randint(0, 3)):
+                    engine.step()
+            engine.run()
+            waited, work, bound = self.assert_good(as_read(engine.timeline)).longest_wait
+            tight += waited > 0 and 10 * work < bound
+        self.assertGreater(tight, 60)
 
     def test_all_ways_to_serve(self) -> None:
         for serving in (*SERVINGS, {"batching": "static"}, {"batching": "none"}, {"use_cache": False}):

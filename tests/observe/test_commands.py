@@ -173,7 +173,7 @@ class OutputTest(Case):
         self.assertEqual((result.returncode, result.stdout[:2], result.stderr), (0, "V1", ""))
 
     def test_wrong_use(self) -> None:
-        for arguments in ((), ("frobnicate",), ("check",), ("check", self.file, "--prometheus"),
+        for arguments in (("frobnicate",), ("check",), ("check", self.file, "--prometheus"),
                           ("replay", self.file, "--check", "x")):
             with self.subTest(arguments=arguments):
                 result = run(*arguments)
