@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from random import Random
 from threading import Thread
+from typing import Any, cast
 
 from harness import GENUINE, ROOT, Case, Meter, item_bytes, tiny_document, tiny_scenario
 from observed import Run
@@ -62,9 +63,8 @@ class M6EndToEnd(Case):
         run.finish()
         page, model = run.engine.kv.stats().peak_bytes, run.scenario.model  # one page of 4 tokens was used
         [life] = run.lives.values()
-        stored = [float(number) for slot in range(3) for row in run.meter.store.read(life.pages[0], slot)
-                  for number in row]
-        item = item_bytes(stored)
+        store = cast("Any", run.meter.store)
+        item = item_bytes(number for slot in range(3) for row in store.read(life.pages[0], slot) for number in row)
         self.that(page >= item * 2 * 4 * model.layers * model.kv_heads * model.width // model.heads,
                   f"{page} bytes a page; the numbers in it need {item} bytes each",
                   "a page holds keys and values of all layers; claim the bytes that they take")

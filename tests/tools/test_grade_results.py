@@ -30,6 +30,7 @@ def grade(**more):
     """Two tests passed, one failed, one was skipped; a person has yet to mark."""
     states = {"M2KVCache.test_counters": "passed", "M2KVCache.test_dirty_pages": "failed",
               "M5Quantization.test_search": "skipped", "M1Reference.test_golden_sequences": "passed",
+              "M1Reference.test_operations": "passed",
               "M2KVCache.test_append_then_read": "passed"}
     tests = {test: Outcome(state, TEXTS[state]) for test, state in states.items()}
     return Grade("mira", Rubric.load().mark(tests, tests), tests, notes=["starter/engine.py, line 3: imports gc"],
@@ -131,7 +132,7 @@ class Forms(unittest.TestCase):
         evil.name = "=HYPERLINK(1)"
         rows = list(csv.DictReader(io.StringIO(results.table([grade(), evil]))))
         self.assertEqual([tuple(row) for row in rows], [results.FIELDS] * 2)
-        self.assertEqual((rows[0]["submission"], rows[0]["tests passed"], rows[0]["tests"]), ("mira", "3", "5"))
+        self.assertEqual((rows[0]["submission"], rows[0]["tests passed"], rows[0]["tests"]), ("mira", "4", "6"))
         self.assertEqual((rows[1]["submission"], rows[1]["problem"]), ("'=HYPERLINK(1)", "a, \"quoted\"\nproblem"))
 
     def test_json_gives_the_grade_back(self):
@@ -151,6 +152,7 @@ class Forms(unittest.TestCase):
 
     def test_gates_are_lifted_by_the_marker(self):
         tests = {"M1Reference.test_golden_sequences": Outcome("passed"),
+                 "M1Reference.test_operations": Outcome("passed"),
                  "M1Reference.test_fixture_on_other_weights": Outcome("failed")}
         closed = Grade("x", Rubric.load().mark(tests, tests), tests)
         form = closed.form()
@@ -160,7 +162,7 @@ class Forms(unittest.TestCase):
         closed.merge(form)
         self.assertEqual((closed.total, closed.marked), (0, True))
         closed.merge({**form, "lift": ["X2"]})
-        self.assertEqual(closed.total, 4.0)
+        self.assertEqual(closed.total, 5.33)
 
 
 class Class(unittest.TestCase):

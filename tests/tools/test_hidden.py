@@ -104,7 +104,7 @@ class SecrecyTest(unittest.TestCase):
         rule, *lines = told.message.splitlines()
         self.assertTrue(rule.startswith("B1, B5: "))
         self.assertEqual([line.split()[0] for line in lines],
-                         ["expected:", "happened:", "hint:", "case:", "why:", "replay:"])
+                         ["expected:", "happened:", "hint:", "case:", "why:", "numbers:", "replay:"])
         self.assertIn("hidden HiddenRequests.test_strange_tokens --seed ANY", lines[-1])
 
     def test_the_teacher_may_see_it(self) -> None:
