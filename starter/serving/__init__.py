@@ -8,7 +8,9 @@ What a request is, and what is answered, without a socket:
     fields.py         the fields of each body, declared once; which are ignored, and which refused by name
     completions.py    token events -> a completion object, or the chunks of a stream
     generation.py     the engine's requests for one body: submitted together, read together, cancelled together
-    api.py            method, path and body -> an answer or a generation
+    answers.py        what is asked and answered: complete, or growing
+    live.py           what the engine does, as it happens, for the page live.html
+    api.py            method, path and body -> an answer
     openapi.py        the same declarations as an OpenAPI document
 
 How it travels:
