@@ -9,9 +9,8 @@
 streams, leave   The server runs in this process, so that pages and threads are counted and not asked for.
 first-token      The server is a process of its own, as in use; the same prompts also go to an engine in this process.
                  Requests alternate between the two, and differ in their seeds only. What HTTP adds is the difference
-                 of the medians: reading and parsing, a wake-up, two writes, and switches between processes and
-                 threads, which take longer where other programs use the processor; the fastest tenths show how much of
-                 it that is.
+                 of the medians: reading and parsing, a wake-up, two writes, and switches between processes and threads,
+                 which take longer where other programs run; the fastest tenths show how much of it that is.
 """
 
 from __future__ import annotations

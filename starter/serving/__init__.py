@@ -9,7 +9,9 @@ What a request is, and what is answered, without a socket:
     completions.py    token events -> a completion object, or the chunks of a stream
     chat.py           the same for a conversation
     generation.py     the engine's requests for one body: submitted together, read together, cancelled together
-    api.py            method, path and body -> an answer or a generation
+    answers.py        what is asked and answered: complete, or growing
+    live.py           what the engine does, as it happens, for the page live.html
+    api.py            method, path and body -> an answer
     openapi.py        the same declarations as an OpenAPI document
 
 How it travels:

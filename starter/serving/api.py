@@ -7,6 +7,7 @@ library's server and the ASGI application both call ``Api.handle``.
     POST /v1/chat/completions    answer a conversation, with a checkpoint that has a chat template
     POST /tokenize         text -> tokens        POST /detokenize       tokens -> text
     GET  /metrics          for Prometheus        GET  /openapi.json     all of this, as an OpenAPI document
+    GET  /                 a page that shows what the engine does, as it happens; it reads GET /live
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from __future__ import annotations
 import hmac
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from urllib.parse import unquote
 
 from starter.base.strict_json import pointer
 from starter.base.wings import wing
 from starter.engine import InferenceEngine
 from starter.errors import EngineError, RequestError, SchemaError
+from starter.serving.answers import Answer, CompletionWork, HttpRequest, Work
 from starter.serving.chat import ChatWriter
-from starter.serving.completions import DONE, CompletionWriter, sse, to_json, token_text
+from starter.serving.completions import CompletionWriter, to_json, token_text
 from starter.serving.fields import (
     CHAT,
     COMPLETION,
@@ -35,102 +37,24 @@ from starter.serving.fields import (
     TokenizeBody,
     parse_body,
 )
-from starter.serving.generation import Ask, Generation, Numbered
-from starter.serving.openapi import Operation, openapi_document
+from starter.serving.generation import Ask, Generation
+from starter.serving.live import Feed, LiveWork, page
+from starter.serving.openapi import OPEN, Operation, openapi_document
 from starter.serving.problems import ApiError, as_api_error, of_field
 
 DEFAULT_TOKENS = 16  # of a body without max_tokens, as in OpenAI's API
 
 
 @dataclass(frozen=True)
-class HttpRequest:
-    """Header names are in lower case; ``path`` is without a query, as it was sent."""
-
-    method: str
-    path: str
-    headers: Mapping[str, str] = field(default_factory=dict)
-    body: bytes = b""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer that is complete."""
-
-    status: int
-    body: bytes = b""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    content_type: str = "application/json"
-
-    @classmethod
-    def of(cls, error: ApiError) -> Answer:
-        return cls(error.status, to_json(error.to_dict()), error.headers)
-
-
-@dataclass(frozen=True)
-class Work:
-    """An answer that grows: the generation, and what writes it down. Whoever gets one enters ``generation`` as a
-    context manager, so that it ends whatever happens."""
-
-    generation: Generation
-    writer: CompletionWriter | ChatWriter
-    streams: bool
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-    def parts(self, batch: Sequence[Numbered]) -> Iterator[bytes]:
-        """Server-sent events, one for each token. ApiError where a sample failed."""
-        for number, event in batch:
-            yield sse(self.writer.add(number, event))
-
-    def closing(self) -> list[bytes]:
-        """The last server-sent events of a stream that went well."""
-        last = self.writer.last_chunk()
-        return [*([sse(last)] if last else []), DONE]
-
-    def failing(self, error: EngineError | ApiError) -> list[bytes]:
-        """The last events of one that did not."""
-        return [sse(as_api_error(error).to_dict()), DONE]
-
-    def stream(self) -> Iterator[bytes]:
-        """All server-sent events, as they come."""
-        try:
-            for batch in self.generation.batches():
-                yield from self.parts(batch)
-            closing = self.closing()
-        except (EngineError, ApiError) as error:
-            closing = self.failing(error)
-        yield from closing
-
-    def whole(self) -> Answer:
-        """Wait for the end."""
-        try:
-            for batch in self.generation.batches():
-                self.add(batch)
-        except (EngineError, ApiError) as error:
-            return Answer.of(as_api_error(error))
-        return self.answer()
-
-    def add(self, batch: Sequence[Numbered]) -> None:
-        """Events of an answer that is not streamed. ApiError where a sample failed."""
-        for number, event in batch:
-            self.writer.add(number, event)
-
-    def answer(self) -> Answer:
-        """The answer, once all events were added."""
-        if self.generation.cancelled:
-            return Answer.of(ApiError(503, "the server shuts down, and the request was cancelled",
-                                      kind="server_error", code="shutting_down"))
-        return Answer(200, to_json(self.writer.whole()), self.headers)
-
-
-@dataclass(frozen=True)
 class Settings:
     """What the person who starts a server decides. ``seconds`` bounds the time of a generation; ``origins`` may read
-    answers in a browser, "*" any."""
+    answers in a browser, "*" any; ``texts``: viewers see prompts and texts, too."""
 
     model: str
     key: str | None = None
     seconds: float | None = 600.0
     origins: Sequence[str] = ()
+    texts: bool = False
 
 
 class Api:
@@ -149,7 +73,9 @@ class Api:
                 (Operation("POST", "/tokenize", "Text to tokens.", TOKENIZE), self._tokenize),
                 (Operation("POST", "/detokenize", "Tokens to text.", DETOKENIZE), self._detokenize),
                 (Operation("GET", "/metrics", "For Prometheus.", content_type="text/plain"), self._metrics),
-                (Operation("GET", "/openapi.json", "This document."), self._openapi)):
+                (Operation("GET", "/openapi.json", "This document."), self._openapi),
+                (Operation("GET", "/", "A page that shows what happens.", content_type="text/html"), self._page),
+                (Operation("GET", "/live", "What happens.", content_type="text/event-stream"), self._live)):
             self._routes[operation.method, operation.path] = operation, function
 
     # ----------------------------------------------------------------------------------------- any request
@@ -176,7 +102,7 @@ class Api:
         if request.method not in methods:
             raise ApiError(405, f"{request.path} answers {' and '.join(methods)}, not {request.method}",
                            code="method_not_allowed", headers=allow)
-        if path != "/health":
+        if path not in OPEN:
             self._check_key(request.headers.get("authorization", ""))
         operation, function = self._routes["GET" if request.method == "HEAD" else request.method, path]
         if operation.body is not None:
@@ -260,6 +186,14 @@ class Api:
         text: str = to_prometheus(replace(self.engine.metrics(), model_name=self.settings.model))
         return Answer(200, text.encode(), content_type="text/plain; version=0.0.4; charset=utf-8")
 
+    def _page(self, request: HttpRequest) -> Answer:
+        return page()
+
+    def _live(self, request: HttpRequest) -> Answer | Work:
+        if request.method == "HEAD":
+            return Answer(200, content_type="text/event-stream")
+        return LiveWork(Feed(self.engine, self.settings.texts), True, {})
+
     def _openapi(self, request: HttpRequest) -> Answer:
         return Answer(200, to_json(openapi_document([operation for operation, _ in self._routes.values()],
                                                     self.settings.key is not None)))
@@ -282,7 +216,7 @@ class Api:
                                   created=int(time.time()))
         generation = Generation(self.engine, asks, self.settings.seconds)
         writer.scores = generation.prompt_logprobs
-        return Work(generation, writer, body.stream, {"X-Request-Id": name})
+        return CompletionWork(generation, body.stream, {"X-Request-Id": name}, writer)
 
     def _chat(self, request: HttpRequest) -> Work:
         body: ChatBody = parse_body(CHAT, request.body)
@@ -304,7 +238,8 @@ class Api:
                   (*body.stop_token_ids, *ends), body.cache_salt)
         writer = ChatWriter(body, len(tokens), self.engine.tokenizer, name=name, model=self.settings.model,
                             created=int(time.time()))
-        return Work(Generation(self.engine, [ask], self.settings.seconds), writer, body.stream, {"X-Request-Id": name})
+        generation = Generation(self.engine, [ask], self.settings.seconds)
+        return CompletionWork(generation, body.stream, {"X-Request-Id": name}, writer)
 
     def _check_vocabulary(self, body: CompletionBody | ChatBody) -> None:
         """ApiError 400 points at the first number that names no token of this model."""

@@ -29,31 +29,32 @@ from starlette.types import Receive, Scope, Send
 from starter.engine import InferenceEngine
 from starter.errors import EngineError, SchemaError
 from starter.schema import load_scenario
-from starter.serving.api import Answer, Api, HttpRequest, Settings, Work
-from starter.serving.generation import Generation, Numbered
+from starter.serving.answers import Answer, HttpRequest, Work
+from starter.serving.api import Api, Settings
+from starter.serving.generation import Item, Source
 from starter.serving.problems import ApiError, as_api_error
 from starter.serving.wire import Limits
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
 
 
-async def batches(generation: Generation) -> AsyncIterator[list[Numbered]]:
-    """``Generation.batches`` for an event loop."""
+async def batches(source: Source[Item]) -> AsyncIterator[list[Item]]:
+    """``Source.batches`` for an event loop."""
     loop, news = asyncio.get_running_loop(), asyncio.Event()
 
     def wake() -> None:
         with suppress(RuntimeError):  # the loop was closed, so nobody waits
             loop.call_soon_threadsafe(news.set)
 
-    with generation.waking(wake):
+    with source.waking(wake):
         while True:
             news.clear()
-            if events := generation.take():
-                yield events
-            elif generation.ended:
+            if items := source.take():
+                yield items
+            elif source.ended:
                 return
             else:
-                left = generation.seconds_left
+                left = source.seconds_left
                 with suppress(asyncio.TimeoutError):  # then seconds_left raises
                     await asyncio.wait_for(news.wait(), left)
 
@@ -61,12 +62,12 @@ async def batches(generation: Generation) -> AsyncIterator[list[Numbered]]:
 async def _events(work: Work) -> AsyncIterator[bytes]:
     """The server-sent events of a stream."""
     try:
-        async for batch in batches(work.generation):
+        async for batch in batches(work.source):
             for part in work.parts(batch):
                 yield part
-        closing = work.closing()
+        closing = work.last_parts()
     except (EngineError, ApiError) as error:
-        closing = work.failing(error)
+        closing = work.parts_of(error)
     for part in closing:
         yield part
 
@@ -78,19 +79,19 @@ class _Stream(StreamingResponse):
     def __init__(self, work: Work) -> None:
         super().__init__(_events(work), media_type="text/event-stream",
                          headers={**work.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._generation = work.generation
+        self._source = work.source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._generation:
+        with self._source:
             await super().__call__(scope, receive, send)
 
 
 async def _whole(work: Work, request: Request) -> Answer:
     """The whole answer; a client that goes away meanwhile ends the generation."""
-    with work.generation:
-        watch = asyncio.create_task(_until_gone(request, work.generation.cancel))
+    with work.source:
+        watch = asyncio.create_task(_until_gone(request, work.source.cancel))
         try:
-            async for batch in batches(work.generation):
+            async for batch in batches(work.source):
                 work.add(batch)
             return work.answer()
         except (EngineError, ApiError) as error:

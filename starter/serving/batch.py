@@ -46,7 +46,8 @@ from starter.command.options import add_engine_options, add_model_options, check
 from starter.command.run import load_model
 from starter.engine import InferenceEngine
 from starter.errors import EngineError, RequestError, SchemaError
-from starter.serving.api import Answer, Api, HttpRequest, Settings
+from starter.serving.answers import Answer, HttpRequest
+from starter.serving.api import Api, Settings
 
 URLS = ("/v1/completions", "/v1/chat/completions")
 LINE_BYTES = 16 * 1024 * 1024
@@ -311,7 +312,7 @@ def _answer(api: Api, line: Line) -> str:
     raw = json.dumps({"request_id": name, **line.body}).encode()
     work = api.handle(HttpRequest("POST", line.url, {"content-type": "application/json"}, raw))
     if not isinstance(work, Answer):
-        with work.generation:
+        with work.source:
             work = work.whole()
     response = {"status_code": work.status, "request_id": name, "body": json.loads(work.body)}
     return json.dumps({"id": f"batch_req_{name}", "custom_id": line.custom_id, "response": response,

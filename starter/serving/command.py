@@ -52,7 +52,8 @@ def make_parser() -> argparse.ArgumentParser:
                                                         f"{KEY_VARIABLE}, since options can be seen by others")
     group.add_argument("--allow-origin", action="append", metavar="ORIGIN",
                        help="web pages of this origin may call; may be given several times; '*': all may")
-    group.add_argument("--log-prompts", action="store_true", help="log the bodies of requests, too")
+    group.add_argument("--log-prompts", action="store_true",
+                       help="log the bodies of requests, too, and show texts on the live page")
     group.add_argument("--quiet", action="store_true", help="print nothing but errors")
     limits = parser.add_argument_group("limits")
     limits.add_argument("--max-connections", type=int, default=512, metavar="N",
@@ -78,7 +79,7 @@ def serve(arguments: Sequence[str]) -> int:
     engine = InferenceEngine(loaded, replace(settings, max_waiting=options.max_waiting, keep_events=0), time.monotonic)
     name = options.model_name or Path(engine.metrics().model_name).name or "model"
     key = options.api_key if options.api_key is not None else os.environ.get(KEY_VARIABLE) or None
-    api = Api(engine, Settings(name, key, options.max_seconds, options.allow_origin or ()))
+    api = Api(engine, Settings(name, key, options.max_seconds, options.allow_origin or (), options.log_prompts))
     limits = Limits(body=options.max_body)
     with engine, _bound(options, api, limits, notes) as server, _signals() as ends, _quick_switches():
         engine.start()

@@ -9,14 +9,15 @@ from __future__ import annotations
 import socket
 import time
 import traceback
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from socketserver import BaseRequestHandler
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import quote
 
-from starter.serving.api import Answer, Api, HttpRequest, Work
+from starter.serving.answers import Answer, HttpRequest, Work
+from starter.serving.api import Api
 from starter.serving.completions import to_json
-from starter.serving.generation import Generation
+from starter.serving.generation import Source
 from starter.serving.problems import ApiError
 from starter.serving.watch import Watch
 from starter.serving.wire import Closed, Head, Limits, Wire, answer_head, chunk
@@ -46,7 +47,7 @@ class Connection(BaseRequestHandler):
     def setup(self) -> None:
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # an event is not held back for the next
         self._wire, self._limits = Wire(self.request), self.server.limits
-        self.generation: Generation | None = None  # what is being generated now
+        self.source: Source[Any] | None = None  # of the answer that grows now
         self.waiting = True  # for a request
         self._answered = False  # has anything been sent for the request at hand?
 
@@ -114,10 +115,10 @@ class Connection(BaseRequestHandler):
 
     def _work(self, head: Head, work: Work) -> int:
         """An answer that grows. Returns the status; Closed if the client has gone away, with its request cancelled."""
-        with work.generation as self.generation:
+        with work.source as self.source:
             try:
-                if self.server.draining > 1:  # too late: what runs was cancelled just before this one began
-                    self.generation.cancel()
+                if self.server.draining > (not work.source.endless):  # such were cancelled just before this one began
+                    self.source.cancel()
                 with self.server.watch.over(self.request, self._gone):
                     if work.streams:
                         self._stream(head, work)
@@ -127,15 +128,15 @@ class Connection(BaseRequestHandler):
                     raise Closed
                 return self._send(answer, head)
             finally:
-                self.generation = None
+                self.source = None
 
     _left = False
 
     def _gone(self) -> None:
         """The client has closed its connection. Called by the watch, in its thread."""
         self._left = True
-        if generation := self.generation:
-            generation.cancel()
+        if source := self.source:
+            source.cancel()
 
     def _stream(self, head: Head, work: Work) -> None:
         """Server-sent events, each in one write."""
@@ -147,10 +148,11 @@ class Connection(BaseRequestHandler):
             headers.append(("Connection", "close"))
         self._answered = True
         self._wire.send(answer_head(200, headers), self._limits)
-        for event in work.stream():
-            if self._left:
-                raise Closed
-            self._wire.send(chunk(event) if framed else event, self._limits)
+        with closing(work.stream()) as events:
+            for event in events:
+                if self._left:
+                    raise Closed
+                self._wire.send(chunk(event) if framed else event, self._limits)
         if framed:
             self._wire.send(chunk(b""), self._limits)
 

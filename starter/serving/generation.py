@@ -1,4 +1,5 @@
-"""The engine's requests for one body, one for each prompt: submitted together, read together, cancelled together.
+"""What an answer grows from; above all, the engine's requests for one body, one for each prompt: submitted together,
+read together, cancelled together.
 
     with Generation(engine, asks) as generation:       all are accepted, or none
         for events in generation.batches():            [(number of the prompt, event), ...] as steps bring them
@@ -11,10 +12,12 @@ from any thread: it is how a client that goes away ends its requests at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from threading import TIMEOUT_MAX, Event
+from typing import Generic, TypeVar
 
 from starter.engine import InferenceEngine
 from starter.errors import UnknownRequestError
@@ -45,15 +48,69 @@ class Ask:
         return engine.stream(self.request_id)
 
 
-class Generation:
-    """The streams of some requests; a context manager."""
+Item = TypeVar("Item")
+
+
+class Source(ABC, Generic[Item]):
+    """Brings items as they come to be; a context manager, which ``close`` ends."""
+
+    endless = False  # it ends only when it is cancelled, so nobody waits for it when the server drains
+    cancelled = False
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Every item was taken."""
+
+    @abstractmethod
+    def take(self) -> list[Item]:
+        """The items that are there now, without waiting."""
+
+    @abstractmethod
+    def waking(self, wake: Callable[[], None]) -> AbstractContextManager[None]:
+        """Within the block, ``wake`` is called whenever there is news: under the engine's lock, so it must be quick."""
+
+    @property
+    def seconds_left(self) -> float:
+        """How long to wait for more; raises when that is over."""
+        return TIMEOUT_MAX
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """End it; from any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """It will not be read again."""
+
+    def batches(self) -> Generator[list[Item], None, None]:
+        """Items as they come, until the last. The engine's own thread must run (``engine.start()``)."""
+        news = Event()
+        with self.waking(news.set):
+            while True:
+                news.clear()  # before looking, so that what comes afterwards is not missed
+                if items := self.take():
+                    yield items
+                elif self.ended:
+                    return
+                else:
+                    news.wait(self.seconds_left)
+
+    def __enter__(self) -> Source[Item]:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class Generation(Source[Numbered]):
+    """The streams of some requests."""
 
     def __init__(self, engine: InferenceEngine, asks: Sequence[Ask], seconds: float | None = None) -> None:
         """Submit all. An error of ``submit`` leaves none of them in the engine. ``seconds`` is how long they may take
         altogether."""
         self._engine = engine
         self._streams: list[TokenStream] = []
-        self.cancelled = False
         self._deadline = None if seconds is None else time.monotonic() + seconds
         self._seconds = seconds
         with engine.lock:  # no step comes between, so none of them has computed anything when a later one is refused
@@ -74,11 +131,10 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """Every event was taken."""
         return all(stream.stream.drained for stream in self._streams)
 
     def take(self) -> list[Numbered]:
-        """The events that can be read now, without waiting. EngineError if the engine has stopped."""
+        """EngineError if the engine has stopped."""
         found: list[Numbered] = []
         with self._engine.lock:
             for number, stream in enumerate(self._streams):
@@ -90,7 +146,6 @@ class Generation:
 
     @contextmanager
     def waking(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Within the block, ``wake`` is called whenever there is news: under the engine's lock, so it must be quick."""
         readers = self._engine.readers
         with self._engine.lock:
             for stream in self._streams:
@@ -113,21 +168,8 @@ class Generation:
                            kind="server_error", code="timeout")
         return left
 
-    def batches(self) -> Iterator[list[Numbered]]:
-        """Events as they come, until the last. The engine's own thread must run (``engine.start()``)."""
-        news = Event()
-        with self.waking(news.set):
-            while True:
-                news.clear()  # before looking, so that what comes afterwards is not missed
-                if events := self.take():
-                    yield events
-                elif self.ended:
-                    return
-                else:
-                    news.wait(self.seconds_left)
-
     def cancel(self) -> None:
-        """End what runs; from any thread. Those that read it find the ends of the requests."""
+        """End what runs. Those that read it find the ends of the requests."""
         self.cancelled = True
         with self._engine.lock:
             for request_id in self.request_ids:
@@ -140,9 +182,3 @@ class Generation:
         """Cancel what runs, and forget what was not read."""
         for stream in self._streams:
             stream.close()
-
-    def __enter__(self) -> Generation:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

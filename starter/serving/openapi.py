@@ -23,6 +23,7 @@ class Operation:
     streams: bool = False  # where the body asks for it
 
 
+OPEN = ("/health", "/")  # paths that need no key: they tell nothing of what is generated
 ERROR_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": {
     "type": "object", "required": ["message", "type", "param", "code"],
     "properties": {"message": {"type": "string"}, "type": {"type": "string"},
@@ -42,7 +43,7 @@ def openapi_document(operations: Sequence[Operation], needs_key: bool) -> dict[s
             entry["requestBody"] = {"required": True, "content": content}
         if "{model}" in operation.path:
             entry["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
-        if needs_key and operation.path == "/health":
+        if needs_key and operation.path in OPEN:
             entry["security"] = []
         paths.setdefault(operation.path, {})[operation.method.lower()] = entry
     document: dict[str, object] = {

@@ -151,13 +151,15 @@ class Server(ThreadingHTTPServer):
                 if connection.waiting:
                     with suppress(OSError):  # it has just left
                         connection.request.shutdown(socket.SHUT_RD)
+                elif (source := connection.source) and source.endless:
+                    source.cancel()
             deadline = time.monotonic() + seconds
             while self._clients and time.monotonic() < deadline and not (hurry and hurry.is_set()):
                 self._change.wait(min(0.2, max(0.0, deadline - time.monotonic())))
             self.draining = 2
-            late = [generation for connection in self._connections if (generation := connection.generation)]
-        for generation in late:
-            generation.cancel()
+            late = [source for connection in self._connections if (source := connection.source)]
+        for source in late:
+            source.cancel()
         with self._change:
             if not self._change.wait_for(lambda: not self._clients, self.limits.send_seconds if late else 1.0):
                 for connection in self._connections:  # clients that do not read, or send a request byte by byte

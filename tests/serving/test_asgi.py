@@ -111,6 +111,14 @@ class AsgiTest(ServerCase):
         self.assertEqual(self.ask("GET", "/health").status, 503)
         self.assertEqual(self.ask("POST", "/v1/completions", LONG).status, 503)
 
+    def test_viewers(self) -> None:
+        client = self.raw(b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n")
+        read_until(client, b'"event": "now"')
+        self.complete(max_tokens=3)
+        self.assertEqual(read_until(client, b'"event": "finish"').count(b'"event": "token"'), 3)
+        client.close()
+        self.assertTrue(eventually(lambda: not self.engine.timeline.listeners))
+
     def test_time(self) -> None:
         self.api.settings = Settings("tiny", seconds=0.1)
         self.gate.open.clear()

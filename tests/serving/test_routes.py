@@ -8,7 +8,8 @@ import unittest.mock
 from dataclasses import replace
 from typing import Any
 
-from starter.serving.api import Answer, Api, HttpRequest, Settings
+from starter.serving.answers import Answer, HttpRequest
+from starter.serving.api import Api, Settings
 from starter.serving.fields import COMPLETION, IGNORED, StreamOptions, body_schema
 from tests.extras import needs
 from tests.paths import ROOT
@@ -61,7 +62,7 @@ class RoutesTest(ServerCase):
         self.assertIn(b'\nvllm:num_requests_running{model_name="maker/tiny model"} 0\n', reply.body)
 
     def test_methods_and_paths(self) -> None:
-        for path in ("/", "/v1", "/v1/completions/", "/V1/completions", "/v1/embeddings", "/v1/chat/completion"):
+        for path in ("/live/", "/v1", "/v1/completions/", "/V1/completions", "/v1/embeddings", "/v1/chat/completion"):
             reply = self.ask("POST", path, {})
             self.assertEqual((reply.status, self.error_of(reply)["code"]), (404, "not_found"))
         read = "GET, HEAD, OPTIONS"
@@ -177,7 +178,7 @@ class DocumentTest(unittest.TestCase):
         self.assertEqual(document["openapi"], "3.1.0")
         self.assertEqual(set(document["paths"]), {"/health", "/v1/models", "/v1/models/{model}", "/v1/completions",
                                                   "/v1/chat/completions", "/tokenize", "/detokenize",
-                                                  "/metrics", "/openapi.json"})
+                                                  "/metrics", "/openapi.json", "/", "/live"})
         schema = document["components"]["schemas"]["CompletionBody"]
         self.assertEqual(schema["required"], ["prompt"])
         self.assertLessEqual({"max_tokens", "logit_bias", "stream_options", *IGNORED}, set(schema["properties"]))
