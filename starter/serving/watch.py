@@ -11,6 +11,7 @@ it does for clients beyond the first 500 on Windows, whose selector can look at 
 
 from __future__ import annotations
 
+import select
 import selectors
 import socket
 from collections.abc import Callable, Iterator
@@ -19,7 +20,16 @@ from threading import Lock, Thread
 
 _LIVE = tuple(getattr(selectors, name) for name in ("EpollSelector", "KqueueSelector") if hasattr(selectors, name))
 _MOST_BY_SELECT = 500
-_AT_ONCE = getattr(socket, "MSG_DONTWAIT", 0)  # Windows has none; there a readable socket does not block either
+
+
+def _readable(client: socket.socket) -> bool:
+    """Would ``recv`` return at once? Without asking, it would wait for as long as the socket's time-out, and everybody
+    with it."""
+    if hasattr(select, "poll"):
+        poll = select.poll()
+        poll.register(client, select.POLLIN)
+        return bool(poll.poll(0))
+    return bool(select.select([client], [], [], 0)[0])
 
 
 class Watch:
@@ -77,10 +87,10 @@ class Watch:
             client: socket.socket = key.fileobj  # type: ignore[assignment]
             if self._watched.get(client) is not key:
                 return  # its block has ended
+            if not _readable(client):
+                return  # the news was of an earlier client, whose socket had the same number
             try:
-                closed = not client.recv(1, socket.MSG_PEEK | _AT_ONCE)
-            except (BlockingIOError, TimeoutError):
-                return  # a false alarm
+                closed = not client.recv(1, socket.MSG_PEEK)
             except OSError:
                 closed = True
             self._forget(client)
