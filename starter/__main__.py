@@ -26,6 +26,7 @@ COMMANDS = {  # name: where its function is, and what it does
     "chat": ("command.chat:main", "talk with a checkpoint"),
     "serve": ("serving.command:serve", "answer OpenAI's clients over HTTP"),
     "batch": ("serving.batch:batch", "answer a file of requests, in OpenAI's batch format"),
+    "bench": ("serving.bench:bench", "send a scenario to any OpenAI-compatible server, and measure"),
     "check": ("observe.commands:check", "prove from a timeline alone that it keeps the promises V1 to V4"),
     "replay": ("observe.commands:replay", "run a timeline again and compare event for event"),
     "report": ("observe.commands:report", "write a timeline as one HTML page that replays it"),

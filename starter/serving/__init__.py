@@ -22,6 +22,7 @@ How it travels:
     server.py         all clients: accept, refuse, drain
     asgi.py           the same API for uvicorn and other ASGI servers
     command.py        ``python3 -m starter serve``
+    bench.py          ``python3 -m starter bench``: a scenario against any such server
     batch.py          ``python3 -m starter batch``: the same answers to a file of requests
 
 Read ``api.py`` first. The engine does not know this package.
