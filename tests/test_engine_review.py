@@ -122,7 +122,7 @@ class Misbehaving(unittest.TestCase):
         engine.submit([1, 2], 3, request_id="a")
         with mock.patch.object(engine.model, "forward", return_value=[]):
             engine.step()
-        self.assertRegex(str(engine.poll("a")[-1].error), "0 rows of logits for 1 sequences")
+        self.assertRegex(str(engine.poll("a")[-1].error), "0 rows of logits; 1 were asked for")
 
     def test_a_backend_without_a_name(self) -> None:
         nameless = FaultyBackend()

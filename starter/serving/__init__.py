@@ -8,6 +8,7 @@ What a request is, and what is answered, without a socket:
     fields.py         the fields of each body, declared once; which are ignored, and which refused by name
     completions.py    token events -> a completion object, or the chunks of a stream
     chat.py           the same for a conversation
+    responses.py      the same in the form of OpenAI's newer API
     generation.py     the engine's requests for one body: submitted together, read together, cancelled together
     answers.py        what is asked and answered: complete, or growing
     live.py           what the engine does, as it happens, for the page live.html

@@ -5,6 +5,7 @@ library's server and the ASGI application both call ``Api.handle``.
     GET  /v1/models        the model's name and context; /v1/models/NAME: the same of one
     POST /v1/completions   continue prompts, at once or as a stream of server-sent events
     POST /v1/chat/completions    answer a conversation, with a checkpoint that has a chat template
+    POST /v1/responses     the same in the form of OpenAI's newer API; nothing is stored
     POST /tokenize         text -> tokens        POST /detokenize       tokens -> text
     GET  /metrics          for Prometheus        GET  /openapi.json     all of this, as an OpenAPI document
     GET  /                 a page that shows what the engine does, as it happens; it reads GET /live
@@ -15,8 +16,9 @@ from __future__ import annotations
 import hmac
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from urllib.parse import unquote
 
 from starter.base.strict_json import pointer
@@ -30,10 +32,12 @@ from starter.serving.fields import (
     CHAT,
     COMPLETION,
     DETOKENIZE,
+    RESPONSE,
     TOKENIZE,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    ResponseBody,
     TokenizeBody,
     parse_body,
 )
@@ -41,6 +45,7 @@ from starter.serving.generation import Ask, Generation
 from starter.serving.live import Feed, LiveWork, page
 from starter.serving.openapi import OPEN, Operation, openapi_document
 from starter.serving.problems import ApiError, as_api_error, of_field
+from starter.serving.responses import ResponseWork, ResponseWriter
 
 DEFAULT_TOKENS = 16  # of a body without max_tokens, as in OpenAI's API
 
@@ -70,6 +75,7 @@ class Api:
                 (Operation("GET", "/v1/models/{model}", "One model."), self._model),
                 (Operation("POST", "/v1/completions", "Continue prompts.", COMPLETION, streams=True), self._complete),
                 (Operation("POST", "/v1/chat/completions", "Answer a conversation.", CHAT, streams=True), self._chat),
+                (Operation("POST", "/v1/responses", "Answer a conversation.", RESPONSE, streams=True), self._respond),
                 (Operation("POST", "/tokenize", "Text to tokens.", TOKENIZE), self._tokenize),
                 (Operation("POST", "/detokenize", "Tokens to text.", DETOKENIZE), self._detokenize),
                 (Operation("GET", "/metrics", "For Prometheus.", content_type="text/plain"), self._metrics),
@@ -222,24 +228,41 @@ class Api:
         body: ChatBody = parse_body(CHAT, request.body)
         self._check_model(body.model)
         self._check_vocabulary(body)
-        chat = wing("checkpoints.chat", "POST /v1/chat/completions")
-        try:
-            tokens, ends = chat.chat_prompt(self.engine.tokenizer, body.messages, **body.chat_template_kwargs)
-        except RequestError as error:
-            raise ApiError(400, f"/messages: {error}", param="messages", code="invalid_value") from None
-        context, most = self.engine.model.config.max_context, body.most
-        if len(tokens) >= context:
-            raise ApiError(400, f"/messages: the conversation has {len(tokens)} tokens, and the context of this model "
-                                f"has room for {context}, the answer included; shorten it", param="messages",
-                           code="context_length_exceeded")
+        tokens, ends, room = self._conversation(body.messages, "messages", body.chat_template_kwargs)
         name = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
-        room = min(context, self.engine.kv.total_pages * self.engine.kv.page_size) - len(tokens)
-        ask = Ask(name, tokens, max(room, 1) if most is None else most, body.sampling, body.priority,
+        ask = Ask(name, tokens, room if body.most is None else body.most, body.sampling, body.priority,
                   (*body.stop_token_ids, *ends), body.cache_salt)
         writer = ChatWriter(body, len(tokens), self.engine.tokenizer, name=name, model=self.settings.model,
                             created=int(time.time()))
         generation = Generation(self.engine, [ask], self.settings.seconds)
         return CompletionWork(generation, body.stream, {"X-Request-Id": name}, writer)
+
+    def _respond(self, request: HttpRequest) -> Work:
+        body: ResponseBody = parse_body(RESPONSE, request.body)
+        self._check_model(body.model)
+        tokens, ends, room = self._conversation(body.messages, "input", {})
+        name = uuid.uuid4().hex
+        most = room if body.max_output_tokens is None else body.max_output_tokens
+        writer = ResponseWriter(body, len(tokens), name=name, model=self.settings.model, created=int(time.time()))
+        ask = Ask(f"resp_{name}", tokens, most, body.sampling, stop_tokens=ends)
+        generation = Generation(self.engine, [ask], self.settings.seconds)
+        return ResponseWork(generation, body.stream, {"X-Request-Id": f"resp_{name}"}, writer)
+
+    def _conversation(self, messages: Sequence[Mapping[str, Any]], field: str,
+                      variables: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int], int]:
+        """The tokens of a conversation, those that end an answer, and how long the answer may be. ApiError names the
+        field."""
+        chat = wing("checkpoints.chat", "a conversation")
+        try:
+            tokens, ends = chat.chat_prompt(self.engine.tokenizer, messages, **variables)
+        except RequestError as error:
+            raise ApiError(400, f"/{field}: {error}", param=field, code="invalid_value") from None
+        context, kv = self.engine.model.config.max_context, self.engine.kv
+        if len(tokens) >= context:
+            raise ApiError(400, f"/{field}: the conversation has {len(tokens)} tokens, and the context of this model "
+                                f"has room for {context}, the answer included; shorten it", param=field,
+                           code="context_length_exceeded")
+        return tokens, ends, max(min(context, kv.total_pages * kv.page_size) - len(tokens), 1)
 
     def _check_vocabulary(self, body: CompletionBody | ChatBody) -> None:
         """ApiError 400 points at the first number that names no token of this model."""

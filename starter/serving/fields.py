@@ -62,6 +62,14 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {  # values that ask for
     "prediction": ((), "no output is predicted"), "web_search_options": ((), "nothing is looked up"),
     "reasoning_effort": ((), "give chat_template_kwargs, if the template has such a variable"),
     "verbosity": ((), "say it in a message"),
+    "reasoning": (({},), "the model has no effort to choose"),
+    "text": (({"format": {"type": "text"}}, {}), "the output is text"),
+    "previous_response_id": ((), "nothing is stored; send the whole conversation"),
+    "conversation": ((), "nothing is stored; send the whole conversation"),
+    "background": ((False,), "the answer comes on this connection"),
+    "truncation": (("disabled",), "no part of a conversation is dropped silently"),
+    "include": (([],), "there is nothing more to include"),
+    "max_tool_calls": ((), "there are no tools"),
     "add_generation_prompt": ((True,), "the answer is always a new message of the assistant"),
     "continue_final_message": ((False,), "the answer is always a new message of the assistant"),
     "chat_template": ((), "the checkpoint's own is rendered"), "documents": ((), "say it in a message"),
@@ -199,6 +207,35 @@ _OF_MESSAGE: Mapping[str, Shape | None] = {  # None: whatever the template under
 
 
 @dataclass(frozen=True)
+class InputItems(Shape):
+    """The input of a response: a text, or messages -> messages. Items of other kinds, such as calls, are refused."""
+
+    def parse(self, value: object, path: str) -> list[dict[str, Any]]:
+        if isinstance(value, str):
+            return [{"role": "user", "content": value}]
+        if not isinstance(value, list) or not value:
+            raise SchemaError(f"expected a text or a list of messages, not {describe(value)}", path)
+        messages = []
+        for i, item in enumerate(value):
+            if not isinstance(item, dict) or item.get("type", "message") != "message":
+                kind = item.get("type") if isinstance(item, dict) else item
+                raise SchemaError(f"expected a message, not {describe(kind)}", pointer(path, i))
+            kept = {key: item[key] for key in item if key not in ("type", "id", "status")}
+            if isinstance(kept.get("content"), list):
+                kept["content"] = [
+                    {**part, "type": "text"} if isinstance(part, dict) and part.get("type") in _TEXT_PARTS else part
+                    for part in kept["content"]]
+            messages.append(kept)
+        return Messages().parse(messages, path)
+
+    def json_schema(self) -> dict[str, object]:
+        return {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "object"}}]}
+
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+@dataclass(frozen=True)
 class Variables(Shape):
     """An object that is passed on as it is."""
 
@@ -325,6 +362,32 @@ class ChatBody(GenerationBody):
         return self.sampling_with(logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ResponseBody:
+    """Of POST /v1/responses: as many tokens as fit, unless max_output_tokens says less. ``instructions`` are the
+    system's message before the others."""
+
+    input: Annotated[list[dict[str, Any]], InputItems()]
+    model: Annotated[str | None, Text(1, 4_096)] = None
+    instructions: Annotated[str | None, _TEXT] = None
+    max_output_tokens: Annotated[int | None, Integer(1, in_file=MAX_CONTEXT)] = None
+    temperature: Annotated[float, _OF_SAMPLING["temperature"]] = 1.0
+    top_p: Annotated[float, _OF_SAMPLING["top_p"]] = 1.0
+    seed: Annotated[int | None, SEED_SHAPE] = None
+    stream: Annotated[bool, Boolean()] = False
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The whole conversation."""
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        return [*system, *self.input]
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """For the engine."""
+        return SamplingParams(self.temperature, top_p=self.top_p, seed=self.seed)
+
+
 @dataclass(frozen=True)
 class TokenizeBody:
     """Of POST /tokenize. ``add_special_tokens``: begin with the model's beginning-of-sequence token, if it has one."""
@@ -343,7 +406,8 @@ class DetokenizeBody:
     model: Annotated[str | None, Text(1, 4_096)] = None
 
 
-COMPLETION, CHAT, TOKENIZE, DETOKENIZE = map(Record.of, (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody))
+COMPLETION, CHAT, RESPONSE, TOKENIZE, DETOKENIZE = map(
+    Record.of, (CompletionBody, ChatBody, ResponseBody, TokenizeBody, DetokenizeBody))
 
 
 # ----------------------------------------------------------------------------------------------------- reading

@@ -177,7 +177,7 @@ class DocumentTest(unittest.TestCase):
         document = self.document()
         self.assertEqual(document["openapi"], "3.1.0")
         self.assertEqual(set(document["paths"]), {"/health", "/v1/models", "/v1/models/{model}", "/v1/completions",
-                                                  "/v1/chat/completions", "/tokenize", "/detokenize",
+                                                  "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize",
                                                   "/metrics", "/openapi.json", "/", "/live"})
         schema = document["components"]["schemas"]["CompletionBody"]
         self.assertEqual(schema["required"], ["prompt"])
