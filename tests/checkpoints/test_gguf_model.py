@@ -167,8 +167,10 @@ class Refusing(Case):
             if key not in ("attention.head_count_kv", "rope.freq_base"):
                 self.refused_model(metadata(changes={f"llama.{key}": None}), tensors(), f"llama.{key} is missing")
         self.refused_model(metadata(), tensors(without="token_embd.weight"), "token_embd.weight is missing")
-        self.refused_model(metadata(), tensors(without="blk.1.ffn_up.weight"), "the tensor blk.1.ffn_up.weight is missing")
-        self.refused_model(metadata(), tensors({"blk.2.ffn_up.weight": (6, 8)}), "the tensor blk.2.ffn_up.weight belongs to no part of a llama of 2 layers")
+        self.refused_model(metadata(), tensors(without="blk.1.ffn_up.weight"),
+                           "the tensor blk.1.ffn_up.weight is missing")
+        self.refused_model(metadata(), tensors({"blk.2.ffn_up.weight": (6, 8)}),
+                           "the tensor blk.2.ffn_up.weight belongs to no part of a llama of 2 layers")
         self.refused_model(metadata(), tensors(more_of_layers={"attn_q.bias": (8,)}), "blk.0.attn_k.bias")
         for changes, words in (
                 ({"llama.attention.head_count": [4, 4]}, "a list"), ({"llama.block_count": "2"}, "a string"),

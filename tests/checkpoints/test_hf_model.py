@@ -185,7 +185,8 @@ class Refusing(Case):
         wrong: Mapping[str, tuple[Any, ...]] = {
             "architectures": (["MistralForCausalLM"], [], GONE, "LlamaForCausalLM", [["x"]],
                               ["LlamaForCausalLM", "Qwen2ForCausalLM"]),
-            "use_sliding_window": (True,), "use_mrope": (True,), "torchscript": (True,), "layer_types": (["sliding_attention"], "full"),
+            "use_sliding_window": (True,), "use_mrope": (True,), "torchscript": (True,),
+            "layer_types": (["sliding_attention"], "full"),
             "attention_bias": (True,), "mlp_bias": (True,), "hidden_act": ("gelu",), "rope_interleaved": (True,),
             "attention_multiplier": (0.5,), "partial_rotary_factor": (0.5,), "quantization_config": ({"bits": 4},),
             "num_experts": (8,), "no_rope_layers": ([1],), "logits_scaling": (2.0,),
