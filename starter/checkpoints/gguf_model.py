@@ -55,11 +55,11 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 class SplitPart(NamedTuple):
-    """A part of a GGUF file that was split, by its name: "model-00001-of-00003.gguf" is the number 1 of count 3."""
+    """A part of a GGUF file that was split, by its name: "model-00001-of-00003.gguf" is number 1 of 3 parts."""
 
     stem: str
     number: int
-    count: int
+    parts: int
 
 
 def split_part(name: str) -> SplitPart | None:
@@ -101,9 +101,9 @@ def _check_whole(metadata: Mapping[str, Any], path: Path) -> None:
         return
     number = metadata.get("split.no", 0)
     part, missing = split_part(path.name), ""
-    if part and part.count == count <= 10_000:
+    if part and part.parts == count <= 10_000:
         beside = {each.number for file in path.parent.iterdir() if (each := split_part(file.name))
-                  and (each.stem, each.count) == (part.stem, count)}
+                  and (each.stem, each.parts) == (part.stem, count)}
         gone = [str(i) for i in range(1, count + 1) if i not in beside]
         if gone:
             missing = (f"; of its parts {', '.join(gone[:10])}{' and more' if len(gone) > 10 else ''} "

@@ -168,10 +168,9 @@ def _ends(folder: Path) -> list[int] | None:
     if "eos_token_id" not in given:
         return None
     try:
-        ends: list[int] = _TOKENS.parse(_list_of(given["eos_token_id"]), "/eos_token_id")
+        return list(_TOKENS.parse(_list_of(given["eos_token_id"]), "/eos_token_id"))
     except SchemaError as error:
         raise SchemaError(f"{path}: {error.problem}", error.path) from None
-    return ends
 
 
 def _rotary(given: Mapping[str, Any]) -> tuple[object, dict[str, object] | None]:

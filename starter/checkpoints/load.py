@@ -45,8 +45,13 @@ def load_checkpoint_model(path: str | Path, backend: str | Backend, quantization
 def read_checkpoint(path: Path, progress: Progress, codes: bool = False) -> Checkpoint:
     """The checkpoint in a file or folder, in whichever of the three formats it is. SchemaError that says what was
     found where it is none of them."""
-    if not path.exists():
-        raise SchemaError(f"there is no file or folder {path}")
+    try:
+        if not path.exists():
+            raise SchemaError(f"there is no file or folder {path}")
+    except OSError as error:  # a name that is too long, a folder that cannot be entered
+        raise SchemaError(f"cannot open {path}: {error}") from None
+    if not path.is_file() and not path.is_dir():
+        raise SchemaError(f"{path} is neither a file nor a folder; {KINDS}")
     gguf = _gguf_file(path)
     if gguf is not None:
         return read_gguf_checkpoint(gguf, progress, codes)
@@ -73,8 +78,8 @@ def _gguf_file(path: Path) -> Path | None:
         return None
     if len(found) > 1:
         whole = [split_part(name) for name in found]
-        if len({part and (part.stem, part.count) for part in whole}) == 1 and whole[0]:
-            raise SchemaError(f"{path} holds {len(found)} of the {whole[0].count} parts of {whole[0].stem}, a split "
+        if len({part and (part.stem, part.parts) for part in whole}) == 1 and whole[0]:
+            raise SchemaError(f"{path} holds {len(found)} of the {whole[0].parts} parts of {whole[0].stem}, a split "
                               f"GGUF; {MERGE_PARTS}")
         raise SchemaError(f"{path} holds {len(found)} GGUF files, {_listed(found)}; give the path of one of them")
     if (kind := kind_of_file(path / found[0])) not in _GGUF_KINDS:
@@ -113,7 +118,10 @@ def _no_model_in(folder: Path) -> str:
 
 
 def _names(folder: Path) -> list[str]:
-    return sorted(file.name for file in folder.iterdir() if file.is_file())
+    try:
+        return sorted(file.name for file in folder.iterdir() if file.is_file())
+    except OSError as error:
+        raise SchemaError(f"cannot read the folder {folder}: {error}") from None
 
 
 def _listed(names: list[str]) -> str:

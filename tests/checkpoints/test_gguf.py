@@ -124,7 +124,8 @@ class Refusing(FileCase):
         half = struct.pack("<IIQ", 9, 0, 1_500_000) + bytes(1_500_000)
         with mock.patch.object(gguf, "MAX_ITEMS", 1_000):  # of all lists together
             self.refused(gguf_file({"a": [1] * 600, "b": [1] * 600}), "the 600 items of b", "1200")
-        self.refused(gguf_file({"a": half}, counts=(70_000, 1), tail=bytes(2_000_000)), "the file has 70000 tensors; at most 65536")
+        self.refused(gguf_file({"a": half}, counts=(70_000, 1), tail=bytes(2_000_000)),
+                     "the file has 70000 tensors; at most 65536")
         self.refused(gguf_file({"a": half}, counts=(0, 70_000)), "the file has 70000 metadata; at most 65536")
 
     def test_counts_beyond_the_file(self) -> None:

@@ -211,9 +211,9 @@ class Refusing(Case):
 
 class WithoutThePackage(FileCase):
     def test_one_sentence_says_how_to_get_it(self) -> None:
-        tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": ["a"] * 5}
-        self.path.write_bytes(gguf_file(metadata(changes={**tokens, "tokenizer.ggml.tokens": list("abcde"),
-                                                          "tokenizer.ggml.merges": ["a b"]}), tensors()))
+        tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
+                  "tokenizer.ggml.tokens": ["a", "b", "c", "d", "ab"], "tokenizer.ggml.merges": ["a b"]}
+        self.path.write_bytes(gguf_file(metadata(changes=tokens), tensors()))
         with (mock.patch("starter.checkpoints.hf_tokenizer.import_module", side_effect=ImportError),
               self.assertRaisesRegex(EngineError, r"needs the package tokenizers.*pip install '\.\[checkpoints\]'")):
             read_gguf_checkpoint(self.path)

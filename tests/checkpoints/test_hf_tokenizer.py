@@ -120,7 +120,8 @@ class FromGguf(unittest.TestCase):
             ({"merges": ["h e", "a zz"]}, "entry 1 is 'a zz', but 'zz' is no token"),
             ({"merges": [" "]}, "merges: entry 0 is ' ', which is not a pair"), ({"merges": []}, "merges is empty"),
             ({"merges": ["h e", " a"]}, "merges: entry 1 is ' a', which is not a pair"),
-            ({"merges": ["a b"]}, "entry 0 is 'a b', but 'ab' is no token"), ({"tokens": [*TOKENS[:-1], "a"]}, "different texts"),
+            ({"merges": ["a b"]}, "entry 0 is 'a b', but 'ab' is no token"),
+            ({"tokens": [*TOKENS[:-1], "a"]}, "different texts"),
             ({"token_type": [1]}, "different texts"), ({"tokens": [*TOKENS, *map(str, range(1_000, 1_006))],
                                                         "token_type": None}, "the model has"),
         ):

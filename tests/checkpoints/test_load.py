@@ -182,7 +182,8 @@ class Checkpoints(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "model.bin").write_bytes(b"x" * 10)
             (Path(folder) / "tok.bin").write_bytes(b"x" * 10)
-            for path in (folder, Path(folder) / "model.bin", Path(folder) / "none", FIXTURE):
+            for path in (folder, Path(folder) / "model.bin", Path(folder) / "none", Path(folder) / ("x" * 5_000),
+                         FIXTURE):
                 with self.subTest(path=path), self.assertRaises(EngineError) as caught:
                     load_checkpoint_model(path, "cpu")
                 self.assertNotIn("\n", str(caught.exception))
