@@ -33,7 +33,7 @@ from starter.errors import EngineError, RequestError, SchemaError
 MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
 MAX_DEPTH = 32
 MAX_INTEGER_DIGITS = 32
-_BRACKETS_OR_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
+_BRACKETS_OR_QUOTES = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
 
 
 class Shape(Protocol):
@@ -432,13 +432,17 @@ def _number(text: str) -> object:
 
 
 def _depth(text: str) -> int:
+    # Quotes one by one: a pattern of a whole string would keep a state for each of its characters.
     depth = deepest = 0
-    for match in _BRACKETS_OR_STRINGS.finditer(text):
+    quoted = False
+    for match in _BRACKETS_OR_QUOTES.finditer(text):
         token = match.group()
-        if token in "[{":
+        if token == '"':
+            quoted = not quoted
+        elif not quoted and token in "[{":
             depth += 1
             deepest = max(deepest, depth)
-        elif token in "]}":
+        elif not quoted and token in "]}":
             depth -= 1
     return deepest
 

@@ -40,6 +40,9 @@ MAX_HEAD_BYTES = 32 * 1024 * 1024  # everything before the data; a vocabulary of
 MAX_NAME_BYTES = 65_535
 MAX_ALIGNMENT = 65_536
 _DEFAULT_ALIGNMENT = 32
+MAX_THINGS = 65_536  # metadata, or tensors
+MAX_ITEMS = 2_000_000  # of all lists of the metadata; a vocabulary of 250,000 tokens with its merges takes half
+_BIG_ENDIAN = "a big-endian GGUF file; only little-endian ones are read, so download or convert to one of these"
 _SMALLEST_TENSOR, _SMALLEST_ENTRY = 33, 14  # least bytes of a tensor's entry, and of a key with its value
 
 _ALL_FORMATS = {"F32": BlockFormat(1, 4), **FORMATS}
@@ -123,19 +126,26 @@ class _Head:
 
     def __init__(self, raw: bytes, file_size: int) -> None:
         self._raw, self._file_size, self._at = raw, file_size, 0
+        self._items = 0  # read so far, of lists
 
     def preamble(self) -> tuple[int, int]:
         """The number of tensors and the number of metadata."""
+        if self._raw[:4] == b"FUGG":
+            raise SchemaError(_BIG_ENDIAN)
         if self._raw[:4] != b"GGUF":
             raise SchemaError(f"not a GGUF file: it begins with {self._raw[:4]!r}, not with b'GGUF'")
         self._at = 4
         version = self._number("I", "the version")
         if version not in (2, 3):
             big_endian = int.from_bytes(version.to_bytes(4, "little"), "big") in (2, 3)
-            raise SchemaError("a big-endian GGUF file; only little-endian ones are read" if big_endian else
+            raise SchemaError(_BIG_ENDIAN if big_endian else
                               f"GGUF of version {version}; versions 2 and 3 are read")
-        return (self._count(_SMALLEST_TENSOR, "tensors", "the number of tensors"),
-                self._count(_SMALLEST_ENTRY, "metadata", "the number of metadata"))
+        counts = (self._count(_SMALLEST_TENSOR, "tensors", "the number of tensors"),
+                  self._count(_SMALLEST_ENTRY, "metadata", "the number of metadata"))
+        for count, things in zip(counts, ("tensors", "metadata")):
+            if count > MAX_THINGS:
+                raise SchemaError(f"the file has {count} {things}; at most {MAX_THINGS} are read")
+        return counts
 
     def metadata(self, count: int) -> dict[str, Any]:
         """Key -> number, boolean, text, or list of these."""
@@ -248,6 +258,10 @@ class _Head:
         read = self._reader(kind, key)
         size = struct.calcsize("<" + _NUMBERS[kind]) if kind in _NUMBERS else 8 if kind == _STRING else 1
         count = self._count(size, f"items in {key}", f"the length of {key}")
+        self._items += count
+        if self._items > MAX_ITEMS:
+            raise SchemaError(f"with the {count} items of {key} the lists of the metadata have {self._items}; at most "
+                              f"{MAX_ITEMS} are read")
         if kind in _NUMBERS:
             return list(struct.unpack(f"<{count}{_NUMBERS[kind]}", self._take(count * size, key)))
         return [read() for _ in range(count)]

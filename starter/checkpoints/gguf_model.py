@@ -12,11 +12,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from starter.base.model_config import MODEL_SHAPE, ModelConfig
 from starter.base.rope import FactorScaling, LinearScaling, RopeScaling
-from starter.base.weights import Tensor
+from starter.base.weights import Tensor, tensor_shapes
 from starter.checkpoints.checkpoint import OF_QUERY_OR_KEY, Checkpoint, Progress, counted, neighbour_codes, neighbours
 from starter.checkpoints.gguf import Gguf, open_gguf
 from starter.checkpoints.gguf_blocks import QUANTIZED
@@ -24,7 +24,14 @@ from starter.checkpoints.hf_tokenizer import read_gguf_tokenizer
 from starter.errors import SchemaError
 from starter.quantization import QuantizedTensor
 
+MERGE_PARTS = "merge its parts with llama.cpp's llama-gguf-split --merge, and give the file that this makes"
+_SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+
 PAIRS = {"llama": "neighbours", "qwen2": "halves", "qwen3": "halves"}  # order of rotary pairs (``checkpoint.py``)
+
+# Optional parts of the decoder: what an architecture demands (True), does not know (False), or may have (None).
+_BIASES: dict[str, bool | None] = {"llama": None, "qwen2": True, "qwen3": False}
+_QK_NORM = {"llama": False, "qwen2": False, "qwen3": True}
 
 _FIELDS = {  # ModelConfig's name -> the key, after "llama."
     "width": "embedding_length", "layers": "block_count", "heads": "attention.head_count",
@@ -47,6 +54,20 @@ _LAYER_TENSORS = {
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
+class SplitPart(NamedTuple):
+    """A part of a GGUF file that was split, by its name: "model-00001-of-00003.gguf" is number 1 of 3 parts."""
+
+    stem: str
+    number: int
+    parts: int
+
+
+def split_part(name: str) -> SplitPart | None:
+    """What the name of a file says, if it is that of a part."""
+    found = _SPLIT_NAME.fullmatch(name)
+    return SplitPart(found[1], int(found[2]), int(found[3])) if found else None
+
+
 def read_gguf_checkpoint(path: str | Path, progress: Progress = lambda text: None, codes: bool = False) -> Checkpoint:
     """The model and the tokenizer in a file. The weights are float32 in memory; with ``codes``, a Q8_0, Q4_0 or Q4_1
     matrix keeps the codes of the file. O(file).
@@ -54,7 +75,9 @@ def read_gguf_checkpoint(path: str | Path, progress: Progress = lambda text: Non
     SchemaError that names the file for anything malformed or unknown here; EngineError without the package
     ``tokenizers``."""
     with open_gguf(path) as gguf:
+        _check_whole(gguf.metadata, Path(path))
         config = _config(gguf)
+        _check_names(gguf, config)
         tokenizer = read_gguf_tokenizer(gguf.metadata, config)
         halves = PAIRS[gguf.metadata["general.architecture"]] == "halves"
         weights: dict[str, Tensor | QuantizedTensor] = {}
@@ -71,8 +94,48 @@ def read_gguf_checkpoint(path: str | Path, progress: Progress = lambda text: Non
     return Checkpoint(Path(path).name, config, weights, tokenizer)
 
 
+def _check_whole(metadata: Mapping[str, Any], path: Path) -> None:
+    """SchemaError for a part of a split file, with the parts that are not beside it."""
+    count = metadata.get("split.count", 1)
+    if not isinstance(count, int) or count <= 1:
+        return
+    number = metadata.get("split.no", 0)
+    part, missing = split_part(path.name), ""
+    if part and part.parts == count <= 10_000:
+        beside = {each.number for file in path.parent.iterdir() if (each := split_part(file.name))
+                  and (each.stem, each.parts) == (part.stem, count)}
+        gone = [str(i) for i in range(1, count + 1) if i not in beside]
+        if gone:
+            missing = (f"; of its parts {', '.join(gone[:10])}{' and more' if len(gone) > 10 else ''} "
+                       f"{'are' if len(gone) > 1 else 'is'} missing here")
+    raise SchemaError(f"this is part {number + 1 if isinstance(number, int) else '?'} of {count} of a split GGUF"
+                      f"{missing}; {MERGE_PARTS}")
+
+
+def _check_names(gguf: Gguf, config: ModelConfig) -> None:
+    """SchemaError that names, as the file does, a tensor that is missing or has no place."""
+    architecture = gguf.metadata["general.architecture"]
+    here = {_our_name(name): name for name in gguf.tensors if name != _ROPE_FACTORS}
+    needed = tensor_shapes(config)
+    if missing := [_gguf_name(name) for name in needed if name not in here]:
+        more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
+        raise SchemaError(f"the tensor {missing[0]}{more} missing; a {architecture} of these sizes needs it")
+    for ours, name in here.items():
+        if ours not in needed:
+            raise SchemaError(f"the tensor {name} belongs to no part of a {architecture} of {config.layers} layers")
+
+
+def _gguf_name(ours: str) -> str:
+    """The way back from ``_our_name``."""
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", ours)
+    names = _LAYER_TENSORS if layer else _TENSORS
+    wanted = layer[2] if layer else ours
+    name = next(name for name, mine in names.items() if mine == wanted)
+    return f"blk.{layer[1]}.{name}" if layer else name
+
+
 def _our_name(name: str) -> str:
-    layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+    layer = re.fullmatch(r"blk\.(0|[1-9]\d{0,5})\.(.+)", name)
     if layer and layer[2] in _LAYER_TENSORS:
         return f"model.layers.{int(layer[1])}.{_LAYER_TENSORS[layer[2]]}"
     if name not in _TENSORS:
@@ -81,7 +144,8 @@ def _our_name(name: str) -> str:
 
 
 def _config(gguf: Gguf) -> ModelConfig:
-    """Sizes from the metadata; optional parts of the model from the names of the tensors."""
+    """Sizes from the metadata; optional parts of the model from the architecture, or the names of the tensors where
+    it leaves them open."""
     architecture = gguf.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in PAIRS:
         raise SchemaError(f"the architecture is {_short(architecture)}; {', '.join(PAIRS)} are known")
@@ -101,8 +165,9 @@ def _config(gguf: Gguf) -> ModelConfig:
         "head_dim": values.get("attention.key_length"),
         "rope_theta": values.get("rope.freq_base", 10_000.0),
         "tied_output": "output.weight" not in gguf.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
-        "qk_norm": "blk.0.attn_q_norm.weight" in gguf.tensors,
+        "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_[qkv]\.bias", name) for name in gguf.tensors)
+                          if (biases := _BIASES[architecture]) is None else biases,
+        "qk_norm": _QK_NORM[architecture],
         **_ends(gguf.metadata),
     }
     made: ModelConfig = MODEL_SHAPE.parse(sizes, "")

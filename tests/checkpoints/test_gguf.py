@@ -114,6 +114,19 @@ class Refusing(FileCase):
         for version in (0, 1, 4, 2**32 - 1):
             self.refused(gguf_file(version=version), f"version {version}")
         self.refused(gguf_file(version=3 << 24), "big-endian")
+        self.refused(gguf_file(magic=b"FUGG"), "big-endian")
+        self.refused(b"version https://git-lfs.github.com/spec/v1\n", "a git-lfs pointer")
+        self.refused(b"<!DOCTYPE html>", "an HTML page")
+
+    def test_heads_of_more_parts_than_a_model_has(self) -> None:
+        many = struct.pack("<IIQ", 9, 7, 3_000_000) + bytes(3_000_000)  # booleans
+        self.refused(gguf_file({"many": many}), "the 3000000 items of many", "at most 2000000")
+        half = struct.pack("<IIQ", 9, 0, 1_500_000) + bytes(1_500_000)
+        with mock.patch.object(gguf, "MAX_ITEMS", 1_000):  # of all lists together
+            self.refused(gguf_file({"a": [1] * 600, "b": [1] * 600}), "the 600 items of b", "1200")
+        self.refused(gguf_file({"a": half}, counts=(70_000, 1), tail=bytes(2_000_000)),
+                     "the file has 70000 tensors; at most 65536")
+        self.refused(gguf_file({"a": half}, counts=(0, 70_000)), "the file has 70000 metadata; at most 65536")
 
     def test_counts_beyond_the_file(self) -> None:
         """K108."""

@@ -93,17 +93,23 @@ class Reading(Case):
 
     def test_pairs_are_neighbours_in_llama_and_halves_elsewhere(self) -> None:
         widths = {"q": 8, "k": 4, "v": 4}
-        entries = tensors(more_of_layers={f"attn_{part}.bias": (width,) for part, width in widths.items()})
-        raw = {name: float32_array(data).tolist() for name, _, _, data in entries}
+        biases = {f"attn_{part}.bias": (width,) for part, width in widths.items()}
+        norms = {f"attn_{part}_norm.weight": (4,) for part in "qk"}
         sizes = {"attention.head_count": 2, "attention.head_count_kv": 1}
         for architecture, order in (("llama", [0, 1, 2, 3]), ("qwen2", [0, 2, 1, 3]), ("qwen3", [0, 2, 1, 3])):
             with self.subTest(architecture=architecture):
+                entries = tensors(more_of_layers=norms if architecture == "qwen3" else biases)
+                raw = {name: float32_array(data).tolist() for name, _, _, data in entries}
                 changes = {f"{architecture}.{key}": heads for key, heads in sizes.items()}
                 config, weights = self.read(metadata(architecture, changes), entries)
-                self.assertTrue(config.attention_bias)
-                self.assertEqual(weights["model.layers.1.self_attn.k_proj.bias"].tolist(),
-                                 [raw["blk.1.attn_k.bias"][i] for i in order])
-                self.assertEqual(weights["model.layers.1.self_attn.v_proj.bias"].tolist(), raw["blk.1.attn_v.bias"])
+                self.assertEqual((config.attention_bias, config.qk_norm),
+                                 (architecture != "qwen3", architecture == "qwen3"))
+                ours, theirs = (("k_norm.weight", "k_norm.weight") if architecture == "qwen3" else
+                                ("k_proj.bias", "k.bias"))
+                self.assertEqual(weights[f"model.layers.1.self_attn.{ours}"].tolist(),
+                                 [raw[f"blk.1.attn_{theirs}"][i] for i in order])
+                if architecture != "qwen3":
+                    self.assertEqual(weights["model.layers.1.self_attn.v_proj.bias"].tolist(), raw["blk.1.attn_v.bias"])
                 rows = weights["model.layers.1.self_attn.q_proj.weight"].rows()
                 wanted = [raw["blk.1.attn_q.weight"][8 * (4 * head + i):8 * (4 * head + i) + 8]
                           for head in range(2) for i in order]
@@ -161,9 +167,11 @@ class Refusing(Case):
             if key not in ("attention.head_count_kv", "rope.freq_base"):
                 self.refused_model(metadata(changes={f"llama.{key}": None}), tensors(), f"llama.{key} is missing")
         self.refused_model(metadata(), tensors(without="token_embd.weight"), "token_embd.weight is missing")
-        self.refused_model(metadata(), tensors(without="blk.1.ffn_up.weight"), "layers.1.mlp.up_proj.weight")
-        self.refused_model(metadata(), tensors({"blk.2.ffn_up.weight": (6, 8)}), "no part of the model")
-        self.refused_model(metadata(), tensors(more_of_layers={"attn_q.bias": (8,)}), "k_proj.bias")
+        self.refused_model(metadata(), tensors(without="blk.1.ffn_up.weight"),
+                           "the tensor blk.1.ffn_up.weight is missing")
+        self.refused_model(metadata(), tensors({"blk.2.ffn_up.weight": (6, 8)}),
+                           "the tensor blk.2.ffn_up.weight belongs to no part of a llama of 2 layers")
+        self.refused_model(metadata(), tensors(more_of_layers={"attn_q.bias": (8,)}), "blk.0.attn_k.bias")
         for changes, words in (
                 ({"llama.attention.head_count": [4, 4]}, "a list"), ({"llama.block_count": "2"}, "a string"),
                 ({"llama.embedding_length": 2**31}, "65536"), ({"tokenizer.ggml.eos_token_id": 5}, "token 5"),
@@ -172,11 +180,40 @@ class Refusing(Case):
                 self.refused_model(metadata(changes=changes), tensors(), words)
 
 
+    def test_the_architecture_decides_which_parts_there_are(self) -> None:
+        norms = {"attn_q_norm.weight": (2,), "attn_k_norm.weight": (2,)}
+        biases = {"attn_q.bias": (8,), "attn_k.bias": (4,), "attn_v.bias": (4,)}
+        sizes = {"qwen3.attention.key_length": 2}
+        self.assertTrue(self.read(metadata("qwen2"), tensors(more_of_layers=biases))[0].attention_bias)
+        self.assertTrue(self.read(metadata("qwen3", sizes), tensors(more_of_layers=norms))[0].qk_norm)
+        for architecture, given, words in (
+                ("qwen3", tensors(), "the tensor blk.0.attn_q_norm.weight and 3 more are missing"),
+                ("qwen3", tensors(more_of_layers=norms, without="blk.0.attn_q_norm.weight"),
+                 "the tensor blk.0.attn_q_norm.weight is missing"),
+                ("qwen3", tensors(more_of_layers={**norms, **biases}), "the tensor blk.0.attn_q.bias belongs to no"),
+                ("qwen2", tensors(), "the tensor blk.0.attn_q.bias and 5 more are missing"),
+                ("qwen2", tensors(more_of_layers=biases, without="blk.1.attn_v.bias"), "blk.1.attn_v.bias is missing"),
+                ("qwen2", tensors(more_of_layers={**norms, **biases}), "the tensor blk.0.attn_q_norm.weight belongs"),
+                ("llama", tensors(more_of_layers=norms), "the tensor blk.0.attn_q_norm.weight belongs to no part")):
+            with self.subTest(architecture=architecture, words=words):
+                self.refused_model(metadata(architecture), given, words, architecture)
+        for name in ("blk.01.attn_q.weight", f"blk.{'1' * 5000}.attn_q.weight"):
+            self.refused_model(metadata(), tensors({name: (8,)}), "has no place in this decoder")
+
+    def test_a_part_of_a_split_file(self) -> None:
+        split = {"split.no": 0, "split.count": 3}
+        self.refused_model(metadata(changes=split), tensors(), "part 1 of 3", "llama-gguf-split --merge")
+        second = self.path.parent / "m-00002-of-00003.gguf"
+        second.write_bytes(gguf_file({"split.no": 1, "split.count": 3}))
+        with self.assertRaisesRegex(SchemaError, "part 2 of 3 of a split GGUF; of its parts 1, 3 are missing here"):
+            read_gguf_checkpoint(second)
+
+
 class WithoutThePackage(FileCase):
     def test_one_sentence_says_how_to_get_it(self) -> None:
-        tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": ["a"] * 5}
-        self.path.write_bytes(gguf_file(metadata(changes={**tokens, "tokenizer.ggml.tokens": list("abcde"),
-                                                          "tokenizer.ggml.merges": ["a b"]}), tensors()))
+        tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
+                  "tokenizer.ggml.tokens": ["a", "b", "c", "d", "ab"], "tokenizer.ggml.merges": ["a b"]}
+        self.path.write_bytes(gguf_file(metadata(changes=tokens), tensors()))
         with (mock.patch("starter.checkpoints.hf_tokenizer.import_module", side_effect=ImportError),
               self.assertRaisesRegex(EngineError, r"needs the package tokenizers.*pip install '\.\[checkpoints\]'")):
             read_gguf_checkpoint(self.path)
@@ -190,7 +227,7 @@ class Codes(Case):
     SHAPES: ClassVar = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64),
               "ffn_gate": (32, 64), "ffn_up": (32, 64), "ffn_down": (64, 32)}
 
-    def entries(self, kinds: Mapping[str, str]) -> list[Entry]:
+    def entries(self, kinds: Mapping[str, str], biases: bool) -> list[Entry]:
         dice = random.Random(4)
 
         def blocks(kind: str, numbers: int) -> bytes:
@@ -205,12 +242,14 @@ class Codes(Case):
         vectors = ["output_norm", *(f"blk.{i}.{name}" for i in range(2) for name in NORMS)]
         return [(f"{name}.weight", shape, kind := kinds.get(name.split(".")[-1], "Q4_1"), blocks(kind, prod(shape)))
                 for name, shape in matrices.items()] + [
+            (f"blk.{i}.attn_{part}.bias", (rows,), "F32", floats(*(dice.uniform(-0.1, 0.1) for _ in range(rows))))
+            for i in range(2 if biases else 0) for part, rows in (("q", 64), ("k", 32), ("v", 32))] + [
             (f"{name}.weight", (64,), "F32", floats(*(dice.uniform(0.5, 2.0) for _ in range(64)))) for name in vectors]
 
     def models(self, architecture: str, kinds: Mapping[str, str], backend: str) -> list[Model]:
         """With the file's codes, and with its dequantized numbers."""
         changes = {f"{architecture}.{key}": size for key, size in self.CHANGES.items()}
-        self.path.write_bytes(gguf_file(metadata(architecture, changes), self.entries(kinds)))
+        self.path.write_bytes(gguf_file(metadata(architecture, changes), self.entries(kinds, architecture == "qwen2")))
         checkpoints = [read_gguf_checkpoint(self.path, codes=codes) for codes in (True, False)]
         return [Model(each.config, each.weights, load_backend(backend)) for each in checkpoints]
 

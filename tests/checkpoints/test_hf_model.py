@@ -6,6 +6,7 @@ import json
 import tempfile
 import unittest
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -97,7 +98,7 @@ class Reading(Case):
         self.assertIn("2 of 2", said[-1])
         for change, words in (
                 ({"extra": "a.safetensors"}, "whether extra is there"), ({names[0]: "b.safetensors"}, names[0]),
-                ({names[0]: "c.safetensors"}, f"whether {names[0]}"), ({names[0]: "../x"}, "not the name of a file"),
+                ({names[0]: "c.safetensors"}, "3 files, of which 1"), ({names[0]: "../x"}, "not the name of a file"),
                 ({names[0]: ".."}, "not the name of a file"), ({names[0]: 5}, "/weight_map/"), (None, "/weight_map")):
             with self.subTest(change=change):
                 self.write("model.safetensors.index.json", {"weight_map": change and {**where, **change}})
@@ -129,6 +130,11 @@ class Reading(Case):
             ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, 100.0, llama3),
             ({"rope_theta": GONE, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, 7.0, None),
             ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 7.0, **LLAMA3}}, 7.0, llama3),
+            ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0, "partial_rotary_factor": 1.0}}, 7.0, None),
+            ({"rope_parameters": {"rope_theta": 7.0}, "rope_scaling": {}}, 7.0, None),
+            ({"rope_parameters": {}, "rope_scaling": {"type": "linear", "factor": 2.0}}, 100.0, LinearScaling(2.0)),
+            ({"rope_parameters": {"type": "linear", "factor": 2.0}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+             100.0, LinearScaling(2.0)),
         ):
             with self.subTest(changes=changes):
                 config = self.config(**changes)
@@ -136,13 +142,27 @@ class Reading(Case):
 
     def test_keys_that_change_nothing(self) -> None:
         for changes in ({"sliding_window": None}, {"use_sliding_window": False, "sliding_window": 4096}, {"zzz": None},
-                        {"layer_types": ["full_attention"] * 2}, {"head_dim": 4}, {"num_key_value_heads": 1}):
+                        {"layer_types": ["full_attention"] * 2}, {"head_dim": 4}, {"num_key_value_heads": 1},
+                        {"sliding_window": 4096}, {"use_mrope": False}, {"unsloth_version": "2025.1"},
+                        {"auto_map": {"AutoModel": "x.Y"}}, {"max_length": 20}, {"unk_token_id": 0},
+                        {"_attn_implementation": "sdpa"}, {"gradient_checkpointing": False}, {"torchscript": False},
+                        {"tie_word_embeddings": None}, {"partial_rotary_factor": 1.0}):
             with self.subTest(changes=changes):
                 self.assertEqual(self.config(**changes), self.config(head_dim=changes.get("head_dim")))
 
     def test_what_the_architectures_imply(self) -> None:
-        self.assertTrue(self.config(architectures=["Qwen2ForCausalLM"]).attention_bias)
-        self.assertTrue(self.config(architectures=["Qwen3ForCausalLM"], head_dim=4).qk_norm)
+        model = MODEL
+        for name, implied in (("Qwen2ForCausalLM", {"attention_bias": True}), ("Qwen3ForCausalLM", {"qk_norm": True})):
+            with self.subTest(name):
+                write_safetensors(self.folder / "model.safetensors", STORED)
+                model = replace(MODEL, head_dim=4, **implied)
+                self.write("config.json", {**CONFIG, "architectures": [name], "head_dim": 4})
+                self.refused("the tensor model.layers.0.self_attn.q_", "which config.json demands, is in no file")
+                write_safetensors(self.folder / "model.safetensors", seeded_weights(model, 1))
+                self.assertEqual(read_hf_checkpoint(self.folder).config, model)
+                self.write("config.json", CONFIG)
+                self.refused("the tensor model.layers.0.self_attn.", "belongs to no part of the model")
+        write_safetensors(self.folder / "model.safetensors", seeded_weights(replace(MODEL, kv_heads=2), 1))
         self.assertEqual(self.config(num_key_value_heads=GONE).kv_heads, 2)
 
     def test_the_chat_template(self) -> None:
@@ -165,7 +185,8 @@ class Refusing(Case):
         wrong: Mapping[str, tuple[Any, ...]] = {
             "architectures": (["MistralForCausalLM"], [], GONE, "LlamaForCausalLM", [["x"]],
                               ["LlamaForCausalLM", "Qwen2ForCausalLM"]),
-            "sliding_window": (4096,), "use_sliding_window": (True,), "layer_types": (["sliding_attention"], "full"),
+            "use_sliding_window": (True,), "use_mrope": (True,), "torchscript": (True,),
+            "layer_types": (["sliding_attention"], "full"),
             "attention_bias": (True,), "mlp_bias": (True,), "hidden_act": ("gelu",), "rope_interleaved": (True,),
             "attention_multiplier": (0.5,), "partial_rotary_factor": (0.5,), "quantization_config": ({"bits": 4},),
             "num_experts": (8,), "no_rope_layers": ([1],), "logits_scaling": (2.0,),
@@ -188,6 +209,35 @@ class Refusing(Case):
                     self.write("config.json", {**CONFIG, key: rope})
                     self.assertTrue(self.refused("config.json").path.startswith(f"/{key}"))
 
+    def test_rope_given_twice(self) -> None:
+        """transformers 5 obeys rope_scaling and forgets rope_parameters, its theta included."""
+        for kind in ("yarn", "linear", "dynamic"):
+            self.write("config.json", {**CONFIG, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
+                                       "rope_scaling": {"rope_type": kind, "factor": 4.0}})
+            self.assertEqual(self.refused("config.json", "beside rope_parameters").path, "/rope_scaling")
+
+    def test_the_file_at_fault_is_named(self) -> None:
+        self.write("generation_config.json", {"eos_token_id": [2]})
+        self.write("tokenizer_config.json", {})
+        for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+            before = (self.folder / name).read_text(encoding="utf-8")
+            for text in ("{", "[]", "", "\udcff", "version https://git-lfs.github.com/spec/v1", "<!DOCTYPE html>",
+                         json.dumps({"x": "a" * 5_000_000})):
+                with self.subTest(name=name, text=text[:20]):
+                    (self.folder / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+                    error = self.refused(str(self.folder / name))
+                    self.assertEqual(str(error).count("config.json"), 1)
+            self.write(name, before)
+        for ends in ("x", [2, "x"], 5, [-1], True, {}):
+            with self.subTest(ends=ends):
+                self.write("generation_config.json", {"eos_token_id": ends})
+                self.assertTrue(self.refused("generation_config.json: ").path.startswith("/eos_token_id"))
+
+    def test_an_error_points_at_the_key_of_the_file(self) -> None:
+        for key, value in (("hidden_size", 2**40), ("eos_token_id", [9]), ("tie_word_embeddings", 1)):
+            self.write("config.json", {**CONFIG, key: value})
+            self.assertTrue(self.refused("config.json").path.startswith(f"/{key}"))
+
     def test_what_is_missing_or_malformed(self) -> None:
         for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
                     "max_position_embeddings", "rms_norm_eps"):
@@ -208,7 +258,25 @@ class Refusing(Case):
 
     def test_weights_that_are_not_there(self) -> None:
         (self.folder / "model.safetensors").unlink()
-        self.refused("model.safetensors")
+        for name, words in ((None, "nor any other weights"), ("pytorch_model.bin", "save the model with transformers"),
+                            ("consolidated.safetensors", "save the model with transformers"),
+                            ("adapter_model.safetensors", "an adapter of another model"),
+                            ("model-00001-of-00002.safetensors", "whose index model.safetensors.index.json is missing"),
+                            ("model.safetensors", "a git-lfs pointer")):
+            with self.subTest(name):
+                if name:
+                    self.write(name, "version https://git-lfs.github.com/spec/v1\noid sha256:0")
+                self.refused(str(self.folder), words, name or "")
+                if name:
+                    (self.folder / name).unlink()
+
+    def test_a_complete_file_beside_an_index_of_shards_that_are_gone(self) -> None:
+        where = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(STORED)}
+        self.write("model.safetensors.index.json", {"weight_map": where})
+        self.assertEqual(read_hf_checkpoint(self.folder).weights, WEIGHTS)
+        (self.folder / "model.safetensors").unlink()
+        self.refused("index.json: it names 2 files, of which 2 are not in this folder",
+                     "model-00001-of-00002.safetensors")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
 import unittest
@@ -11,7 +12,13 @@ from typing import Any
 
 from starter.base.tokenizer import CharacterTokenizer
 from starter.checkpoints.chat import chat_prompt
-from starter.checkpoints.hf_tokenizer import PRE_TOKENIZERS, HfTokenizer, read_folder_tokenizer, read_gguf_tokenizer
+from starter.checkpoints.hf_tokenizer import (
+    MAX_TOKENIZER_BYTES,
+    PRE_TOKENIZERS,
+    HfTokenizer,
+    read_folder_tokenizer,
+    read_gguf_tokenizer,
+)
 from starter.errors import RequestError, SchemaError
 from starter.schema import CharacterVocabulary, ModelConfig
 from tests.extras import needs
@@ -110,13 +117,35 @@ class FromGguf(unittest.TestCase):
             ({"model": "llama"}, "'llama'"), ({"model": None}, "None"), ({"pre": "deepseek-llm"}, "'deepseek-llm'"),
             ({"pre": None}, "None"), ({"add_eos_token": True}, "add_eos_token"), ({"tokens": None}, "tokens must be"),
             ({"tokens": [1]}, "tokens must be"), ({"merges": ["a b c"]}, "'a b c'"), ({"merges": "ab"}, "merges must"),
-            ({"merges": ["a zz"]}, "merges"), ({"tokens": [*TOKENS[:-1], "a"]}, "different texts"),
+            ({"merges": ["h e", "a zz"]}, "entry 1 is 'a zz', but 'zz' is no token"),
+            ({"merges": [" "]}, "merges: entry 0 is ' ', which is not a pair"), ({"merges": []}, "merges is empty"),
+            ({"merges": ["h e", " a"]}, "merges: entry 1 is ' a', which is not a pair"),
+            ({"merges": ["a b"]}, "entry 0 is 'a b', but 'ab' is no token"),
+            ({"tokens": [*TOKENS[:-1], "a"]}, "different texts"),
             ({"token_type": [1]}, "different texts"), ({"tokens": [*TOKENS, *map(str, range(1_000, 1_006))],
                                                         "token_type": None}, "the model has"),
         ):
             with self.subTest(changes=str(changes)[:60]), self.assertRaises(SchemaError) as caught:
                 self.made(**changes)
             self.assertIn(words, str(caught.exception))
+
+    def test_a_character_that_the_vocabulary_cannot_write(self) -> None:
+        """The package leaves it out without a word; SmolLM2's vocabulary lacks the byte 4."""
+        for text, character, lacking in (("a\x04b", "\x04", 4), ("\x04", "\x04", 4), ("aé", "é", 0xA9),
+                                         ("\x00", "\x00", 0)):
+            tokens = [f"[{i}]" if i == lacking else token for i, token in enumerate(TOKENS)]
+            for pre in PRE_TOKENIZERS:
+                tokenizer = self.made(tokens=tokens, pre=pre)
+                with self.subTest(text=text, pre=pre):
+                    with self.assertRaisesRegex(RequestError, f"cannot write: .* 0x{lacking:02X}") as caught:
+                        tokenizer.encode(text)
+                    self.assertIn(f"{character!r} at its character {text.index(character)},", str(caught.exception))
+                    self.assertEqual(tokenizer.decode(tokenizer.encode("hello")), "hello")
+        tokens = [*(f"[{i}]" if i == 4 else token for i, token in enumerate(TOKENS[:START])), *TOKENS[START:THINK],
+                  "<\x04>"]  # a longer token may hold the byte
+        tokenizer = self.made(tokens=tokens)
+        self.assertEqual(tokenizer.encode("<\x04>"), [THINK])
+        self.assertRaises(RequestError, tokenizer.encode, "<\x04>\x04")
 
     def test_chat(self) -> None:
         tokenizer = self.made()
@@ -211,6 +240,66 @@ class FromFolder(unittest.TestCase):
             for raw in ("", "{}", "[1]", '{"model": {"type": "BPE"}}'):
                 (path / "tokenizer.json").write_text(raw, encoding="utf-8")
                 self.assertRaisesRegex(SchemaError, "tokenizer.json: ", read_folder_tokenizer, path, CONFIG)
+
+
+    def test_ids_and_merges_are_checked_before_the_package_sees_them(self) -> None:
+        good = json.loads(self.package_tokenizer().to_str())
+
+        def refused(words: str, **model: Any) -> None:
+            document = {**good, "added_tokens": model.pop("added", good["added_tokens"]),
+                        "model": {**good["model"], **model}}
+            with tempfile.TemporaryDirectory() as folder:
+                (Path(folder) / "tokenizer.json").write_text(json.dumps(document), encoding="utf-8")
+                with self.subTest(words=words), self.assertRaises(SchemaError) as caught:
+                    read_folder_tokenizer(Path(folder), CONFIG)
+            self.assertIn(words, str(caught.exception))
+            self.assertIn("tokenizer.json: ", str(caught.exception))
+
+        vocabulary, added = good["model"]["vocab"], good["added_tokens"]
+        refused("the tokenizer has a token 2147483647, 'a'; the model has", vocab={**vocabulary, "a": 2**31 - 1})
+        refused("the tokenizer has a token 2147483647", added=[{**added[0], "id": 2**31 - 1}, *added[1:]])
+        refused("has the id -1", vocab={**vocabulary, "a": -1})
+        refused("has the id True", vocab={**vocabulary, "a": True})
+        refused("have the same id, 0", vocab={**vocabulary, "a": 0})
+        refused(f"have the same id, {START}", vocab={**vocabulary, "é": START})
+        refused("'<|im_start|>' has two ids", added=[*added, {**added[0], "id": START + 4}])
+        refused(f"no token has the id {START}", added=added[1:])
+        refused(f"no token has the id {LETTERS.index('z')}", vocab={k: v for k, v in vocabulary.items() if k != "z"})
+        refused("/model/merges is empty", merges=[])
+        for merge, words in ((" ", "' ', which is not a pair"), (" a", "' a', which is not a pair"),
+                             (["h"], "['h'], which is not a pair"), (["h", 1], "['h', 1], which is not a pair"),
+                             (["a", "zz"], "['a', 'zz'], but 'zz' is no token"), ("a b", "'a b', but 'ab' is no token"),
+                             (5, "5, which is not a pair")):
+            refused(f"/model/merges: entry 1 is {words}", merges=[["h", "e"], merge])
+
+    def test_a_key_given_twice_and_a_document_of_the_wrong_size(self) -> None:
+        text = self.package_tokenizer().to_str()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "tokenizer.json"
+            for raw, words in ((text.replace('"vocab":{', '"vocab":{"a":9,'), "the key 'a' appears twice"),
+                               ("version https://git-lfs.github.com/spec/v1", "a git-lfs pointer"),
+                               ("[" * 100_000, "not JSON"), (text + " " * MAX_TOKENIZER_BYTES, "at most")):
+                path.write_text(raw, encoding="utf-8")
+                self.assertRaisesRegex(SchemaError, f"tokenizer.json: .*{words}", read_folder_tokenizer, Path(folder),
+                                       CONFIG)
+            path.rename(Path(folder) / "tokenizer.model")
+            self.assertRaisesRegex(SchemaError, "no tokenizer.json but tokenizer.model", read_folder_tokenizer,
+                                   Path(folder), CONFIG)
+
+    def test_a_token_for_what_is_unknown_is_no_text(self) -> None:
+        from tokenizers import Tokenizer, decoders, models, normalizers
+        pieces = ["<unk>", "▁", "a", "▁a"]
+        sentencepiece = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                           decoders.Strip(" ", 1, 0)])
+        for model in (models.BPE({piece: i for i, piece in enumerate(pieces)}, [("▁", "a")], unk_token="<unk>"),
+                      models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0, byte_fallback=False)):
+            made = Tokenizer(model)
+            made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+            made.decoder = sentencepiece
+            ours = self.read(made)
+            self.assertEqual(ours.decode(ours.encode("a a")), "a a")
+            self.assertRaisesRegex(RequestError, "'z' at its character 1, for which this vocabulary has no token",
+                                   ours.encode, "az")
 
 
 class WithoutAPackage(unittest.TestCase):

@@ -115,11 +115,75 @@ class Checkpoints(unittest.TestCase):
             with InferenceEngine.from_checkpoint(str(folder), "reference") as engine:
                 self.assertEqual(engine.generate([[1, 3]], 6), [reference_generate(engine.model, [1, 3], 6)])
 
+    def test_folders_of_gguf_files(self) -> None:
+        gguf = gguf_file(metadata(), tensors())
+        with tempfile.TemporaryDirectory() as name, mock.patch(
+                "starter.checkpoints.gguf_model.read_gguf_tokenizer",
+                return_value=CharacterTokenizer(CharacterVocabulary("abcde"))):
+            folder = Path(name)
+            for file in ("README.md", "config.json"):  # without weights of Hugging Face's form, the GGUF file is meant
+                (folder / file).write_text("{}", encoding="utf-8")
+            upper = folder / "M.GGUF"
+            upper.write_bytes(gguf)
+            for path in (folder, upper):
+                self.assertEqual(load_checkpoint_model(path, "cpu").about["checkpoint"], "M.GGUF")
+            (folder / "other.gguf").write_bytes(gguf)
+            with self.assertRaisesRegex(SchemaError, r"holds 2 GGUF files, M\.GGUF, other\.gguf; give the path of one"):
+                load_checkpoint_model(folder, "cpu")
+            for file in (upper, folder / "other.gguf"):
+                file.unlink()
+            for part in (1, 2):
+                (folder / f"m-0000{part}-of-00003.gguf").write_bytes(gguf)
+            with self.assertRaisesRegex(SchemaError, "holds 2 of the 3 parts of m, a split GGUF; merge its parts"):
+                load_checkpoint_model(folder, "cpu")
+
+    def test_each_thing_that_is_no_model_is_said_to_be_what_it_is(self) -> None:
+        pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+        kinds = "give a GGUF file, a Hugging Face folder"
+        for file, raw, words in (
+            ("junk.gguf", bytes(range(256)), ("no model file of any known kind", kinds)),
+            ("README.md", b"# A model\n", ("is a text file", kinds)),
+            ("m.gguf", pointer, ("git-lfs pointer", "git lfs pull")),
+            ("m.gguf", b"<!DOCTYPE html><html>", ("HTML page", "download it again")),
+            ("m.gguf", b"\n<html>", ("HTML page",)), ("m.gguf", b"", ("an empty file", kinds)),
+            ("m.gguf", b"FUGG" + bytes(20), ("big-endian",)), ("m.gguf", b"GGUF\0\0\0\3" + bytes(16), ("big-endian",)),
+            ("m.safetensors", pointer, ("git-lfs pointer",)), ("m.bin", b"PK\3\4" + bytes(9), ("PyTorch", kinds)),
+            ("m.bin", pointer, ("git-lfs pointer",)), ("any.json", b"{}", ("is a JSON file", kinds)),
+        ):
+            with self.subTest(file=file, raw=raw[:10]), tempfile.TemporaryDirectory() as name:
+                path = Path(name) / file
+                path.write_bytes(raw)
+                given = [path] if path.suffix in (".md", ".bin", ".json", ".safetensors") else [path, path.parent]
+                for each in given:
+                    with self.assertRaises(SchemaError) as caught:
+                        load_checkpoint_model(each, "cpu")
+                    for word in (words if each == path else words[:1] if "known kind" not in words[0] else ()):
+                        self.assertIn(word, str(caught.exception))
+                    self.assertIn(str(path), str(caught.exception))
+                    self.assertNotIn("llama2.c tokenizer", str(caught.exception))
+
+    def test_parts_of_a_folder_from_hugging_face(self) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "notes.txt").write_text("x", encoding="utf-8")
+            with self.assertRaisesRegex(SchemaError, r"holds no model but notes\.txt; give a GGUF file"):
+                load_checkpoint_model(folder, "cpu")
+            write_safetensors(folder / "model.safetensors", STORED)
+            with self.assertRaisesRegex(SchemaError, r"holds model\.safetensors and no config\.json"):
+                load_checkpoint_model(folder, "cpu")
+            (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+            for file in ("config.json", "model.safetensors"):
+                with self.assertRaises(SchemaError) as caught:
+                    load_checkpoint_model(folder / file, "cpu")
+                self.assertIn(f"{folder / file} is a part of a Hugging Face folder; give the folder, {folder}",
+                              str(caught.exception))
+
     def test_what_is_no_checkpoint_is_refused_in_one_sentence(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "model.bin").write_bytes(b"x" * 10)
             (Path(folder) / "tok.bin").write_bytes(b"x" * 10)
-            for path in (folder, Path(folder) / "model.bin", Path(folder) / "none", FIXTURE):
+            for path in (folder, Path(folder) / "model.bin", Path(folder) / "none", Path(folder) / ("x" * 5_000),
+                         FIXTURE):
                 with self.subTest(path=path), self.assertRaises(EngineError) as caught:
                     load_checkpoint_model(path, "cpu")
                 self.assertNotIn("\n", str(caught.exception))
