@@ -12,6 +12,7 @@ import os
 import random
 import tempfile
 import unittest
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +297,74 @@ class FixtureInBrowserTest(BrowserCase):
             self.assertEqual(self.js("[...document.querySelectorAll('section')].filter((card) => "
                                      "card.scrollWidth > card.clientWidth).map((card) => card.id)"), [], place)
 
+    def test_no_control_lies_under_another_at_any_width(self) -> None:
+        """F040."""
+        boxes = ("[...document.querySelectorAll('header button, header p, h1, nav button, nav input, nav select, nav "
+                 "output, .filters > *')].filter((node) => node.offsetParent && node.tagName !== 'DATALIST').map("
+                 "(node) => { const box = node.getBoundingClientRect(); "
+                 "return [node.id, box.left, box.top, box.right, box.bottom]; })")
+        for width in (320, 360, 390, 768, 1280):
+            self.browser.resize(width, 844, mobile=width < 700)
+            for place in ("step=100", "step=100&lang=zh"):
+                self.browser.open(self.path, place)
+                self.assertLessEqual(self.js("document.documentElement.scrollWidth"), width, place)
+                found = self.js(boxes)
+                self.assertGreater(len(found), 12)
+                for one, left, _, right, _ in found:
+                    self.assertTrue(left >= -0.5 and right <= width + 0.5, (one, width))
+                for one, other in combinations(found, 2):
+                    apart = [one[3] - other[1], other[3] - one[1], one[4] - other[2], other[4] - one[2]]
+                    self.assertLessEqual(min(apart), 0.5, (one, other, width, place))
+
+    def test_the_first_look_explains_itself(self) -> None:
+        """F042: a sentence for the run, and a hint at each word, by pointer and by key, in both languages."""
+        self.assertEqual(self.find("#lead").text,
+                         "2 requests had to wait, at longest 13 steps; 4 were preempted and came back.")
+        self.assertEqual(self.texts("#about .term"), ["fcfs", "continuous", "recompute", "prefix sharing"])
+        self.assertFalse(self.find("#tip").is_displayed())
+        self.js("document.querySelector('[data-term=recompute]').focus()")
+        self.assertEqual(self.find("#tip").text,
+                         "A preempted request gives up its pages and computes its tokens again later.")
+        self.js("document.activeElement.blur()")
+        self.assertFalse(self.find("#tip").is_displayed())
+        self.click("#language")
+        self.assertEqual(self.find("#lead").text, "2 个请求等待过，最久 13 步；4 个被抢占，之后回来。")
+        self.find("[data-term=fcfs]").click()
+        self.assertEqual(self.find("#tip").text, "先来先服务：请求按到达的顺序获准运行。")
+        self.assertEqual(self.js("Object.keys(HINTS.en).filter((key) => !HINTS.zh[key]).length"), 0)
+        self.assertEqual(self.js("Object.keys(WORDS.en).filter((key) => !WORDS.zh[key]).length"), 0)
+
+    def test_preemptions_are_found(self) -> None:
+        self.press("HOME")
+        self.press("p")
+        self.assertEqual(self.frame, 6)
+        frames = [self.frame]
+        while not frames[1:] or frames[-1] != 6:
+            self.click("#next-preempted")
+            frames.append(self.frame)
+        self.assertEqual(frames[:-1], self.js("report.model.frames.map((frame, i) => (frame.preempted || []).length ? i : "
+                                              "-1).filter((i) => i >= 0)"))
+
+    def test_what_is_listed_can_be_chosen(self) -> None:
+        """F041: by kind, and by request."""
+        from selenium.webdriver.support.select import Select
+        everything = self.js("report.stories.notable.length")
+        counts = {}
+        for kind in ("waits", "preempted", "sharing", "ends", "all"):
+            Select(self.find("#kinds")).select_by_value(kind)
+            self.browser.settle()
+            counts[kind] = len(self.texts("#story li"))
+        self.assertEqual(counts["all"], everything)
+        self.assertEqual(sum(counts[kind] for kind in ("waits", "preempted", "sharing", "ends")), everything)
+        self.assertTrue(all(0 < count < everything for kind, count in counts.items() if kind != "all"), counts)
+        for words, title in (("mid", "The story of middle"), ("short", "The story of short"), ("", "What happened")):
+            self.js("report.find(arguments[0])", words)
+            self.assertEqual(self.find("#story-title").text, title)
+        self.js("report.find('nobody')")
+        self.assertEqual(self.find("#find").get_attribute("aria-invalid"), "true")
+        self.find("#find").send_keys("lt")  # letters that are keys elsewhere
+        self.assertEqual(self.js("document.documentElement.lang"), "en")
+
     def test_the_address_is_the_place(self) -> None:
         self.browser.open(self.path, "step=24&request=tail&theme=dark&lang=zh")
         self.assertEqual(self.find("#story-title").text, "tail 的经历")
@@ -386,6 +455,15 @@ class LongRunInBrowserTest(BrowserCase):
             });
             return wrong;
         })()"""), [])
+
+    def test_a_crowd_that_waits_for_one_reason_is_one_sentence(self) -> None:
+        """F041."""
+        waits, told = self.js("[report.stories.waits.length, report.stories.notable.filter((entry) => "
+                              "['wait', 'together', 'preempt'].includes(entry.kind))]")
+        together = [entry for entry in told if entry["kind"] == "together"]
+        self.assertTrue(together)
+        self.assertEqual(sum(entry.get("n", 0) + 1 for entry in told), waits)  # nobody is left out
+        self.assertTrue(all(entry["n"] >= 2 for entry in together))
 
     def test_lists_stay_short(self) -> None:
         self.js("report.seek(900)")

@@ -20,13 +20,32 @@ function tipOn(panel, text) {
   panel.box.addEventListener("pointermove", (event) => {
     const words = event.pointerType === "touch" ? null : text(panel.place(event));
     tip.hidden = !words;
-    if (!words) return;
-    tip.textContent = words;
-    const below = event.clientY + 18, above = event.clientY - tip.offsetHeight - 12;
-    tip.style.left = `${Math.max(8, Math.min(event.clientX + 14, window.innerWidth - tip.offsetWidth - 8))}px`;
-    tip.style.top = `${below + tip.offsetHeight > window.innerHeight ? above : below}px`;
+    if (words) placeTip(words, event.clientX, event.clientY);
   });
   panel.box.addEventListener("pointerleave", () => { tip.hidden = true; });
+}
+
+function placeTip(words, x, y) {
+  const tip = byId("tip");
+  tip.hidden = false;
+  tip.textContent = words;
+  const below = y + 18, above = y - tip.offsetHeight - 12;
+  tip.style.left = `${Math.max(8, Math.min(x + 14, window.innerWidth - tip.offsetWidth - 8))}px`;
+  tip.style.top = `${below + tip.offsetHeight > window.innerHeight ? above : below}px`;
+}
+
+// A word that explains itself when it is pointed at, reached by Tab, or touched.
+function term(key, text) {
+  const words = HINTS[language][key];
+  if (!words) return document.createTextNode(text);
+  const node = element("span", {class: "term", tabindex: "0", "data-term": key}, text);
+  const show = () => {
+    const box = node.getBoundingClientRect();
+    placeTip(words, box.left - 14, box.bottom - 12);
+  };
+  ["pointerenter", "focus", "click"].forEach((kind) => node.addEventListener(kind, show));
+  ["pointerleave", "blur"].forEach((kind) => node.addEventListener(kind, () => { byId("tip").hidden = true; }));
+  return node;
 }
 
 function pointOnGantt(app, panel) {

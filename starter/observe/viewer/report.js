@@ -61,6 +61,25 @@ class App {
     if (rows.length) this.follow(rows[(place + direction + rows.length) % rows.length]);
   }
 
+  // By its id, or by the beginning or a part of it.
+  find(words) {
+    const ids = this.model.requests.map((life) => life.id);
+    const tests = [(id) => id === words, (id) => id.startsWith(words), (id) => id.includes(words)];
+    const found = words === "" ? -1 : tests.map((test) => ids.findIndex(test)).find((request) => request >= 0) ?? -1;
+    byId("find").setAttribute("aria-invalid", String(words !== "" && found < 0));
+    if (found >= 0 || words === "") this.follow(found < 0 ? null : found);
+  }
+
+  // After the last one, the first.
+  nextPreempted() {
+    const {frames} = this.model, has = (frame) => (frames[frame].preempted || []).length > 0;
+    for (let i = 1; i <= frames.length; i++) {
+      const frame = (this.frame + i) % frames.length;
+      if (has(frame)) return this.jump(frame);
+    }
+    return undefined;
+  }
+
   // Is this request to be shown in full colour?
   follows(request) {
     if (this.followedPage !== null) return this.pageStory.some((entry) => entry.owners.includes(request));
@@ -115,7 +134,7 @@ class App {
       const canvas = element("canvas", {width: 44, height: 24}), context = canvas.getContext("2d");
       context.scale(2, 2);
       paint(context);
-      return element("span", {}, canvas, say(word));
+      return element("span", {}, canvas, term(word, say(word)));
     }));
     const [one, two] = theme.hues;
     legend("phases", [WAITING, PREEMPTED, PREFILL, DECODE, IDLE].map((phase) =>
@@ -151,8 +170,12 @@ class App {
       play: () => this.togglePlay(), first: () => this.jump(0), back: () => this.jump(this.frame - 1),
       forward: () => this.jump(this.frame + 1), last: () => this.jump(Infinity), unfollow: () => this.follow(null),
       "zoom-in": () => this.zoom(2), "zoom-out": () => this.zoom(0.5), language: () => this.switchLanguage(),
-      theme: () => this.switchTheme(), help: () => this.toggleHelp(),
+      theme: () => this.switchTheme(), help: () => this.toggleHelp(), "next-preempted": () => this.nextPreempted(),
     };
+    byId("next-preempted").hidden = !this.model.frames.some((frame) => (frame.preempted || []).length);
+    byId("kinds").addEventListener("change", () => this.draw());
+    byId("ids").replaceChildren(...this.model.requests.slice(0, 500).map(({id}) => element("option", {value: id})));
+    byId("find").addEventListener("change", () => this.find(byId("find").value.trim()));
     Object.entries(actions).forEach(([id, action]) => byId(id).addEventListener("click", action));
     byId("scrub").max = this.model.frames.length - 1;
     byId("scrub").addEventListener("input", () => this.jump(Number(byId("scrub").value)));
@@ -161,7 +184,7 @@ class App {
   }
 
   onKey(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT") return;
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("select, input[type=search]")) return;
     if (event.key === " " && event.target.tagName === "BUTTON") return; // the button's own key
     const far = event.shiftKey ? 10 : 1;
     const actions = {
@@ -169,7 +192,7 @@ class App {
       ArrowRight: () => this.jump(this.frame + far), ArrowLeft: () => this.jump(this.frame - far),
       ArrowDown: () => this.followNext(1), ArrowUp: () => this.followNext(-1),
       Escape: () => this.follow(null), "+": () => this.zoom(2), "=": () => this.zoom(2), "-": () => this.zoom(0.5),
-      l: () => this.switchLanguage(), t: () => this.switchTheme(), "?": () => this.toggleHelp(),
+      l: () => this.switchLanguage(), t: () => this.switchTheme(), "?": () => this.toggleHelp(), p: () => this.nextPreempted(),
     };
     if (!(event.key in actions)) return;
     event.preventDefault();
@@ -239,16 +262,29 @@ class App {
     document.documentElement.lang = language === "zh" ? "zh-CN" : "en";
     const {run, frames} = this.model, {settings} = run, requests = this.model.requests.filter((life) => !life.outside);
     document.title = byId("title").textContent = run.scenario || run.checkpoint || say("title");
-    byId("about").textContent = [
-      say("about", {steps: say("steps", {n: frames.length - 1}), requests: say("requests", {n: requests.length}),
-        pages: say("pages", {n: run.num_pages}), size: run.page_size, budget: settings.budget_tokens}),
-      settings.policy, settings.batching, settings.preemption, settings.prefix_sharing && say("sharing"),
-      settings.use_cache === false && say("noCache"), run.backend].filter(Boolean).join(" · ");
+    const about = say("about", {steps: say("steps", {n: frames.length - 1}), requests: say("requests", {n: requests.length}),
+      pages: say("pages", {n: run.num_pages}), size: run.page_size, budget: settings.budget_tokens});
+    const terms = [settings.policy, settings.batching, settings.preemption, settings.prefix_sharing && "sharing",
+      settings.use_cache === false && "noCache"].filter(Boolean);
+    byId("about").replaceChildren(about, ...terms.flatMap((key) =>
+      [" · ", term(key, ["sharing", "noCache"].includes(key) ? say(key) : key)]), ` · ${run.backend}`);
+    byId("lead").textContent = this.lead();
+    byId("find").placeholder = say("find");
     const longest = largest(requests.map((life) => life.id.length));
     document.documentElement.style.setProperty("--ids", `${Math.min(12, longest) + 1}ch`);
     document.querySelectorAll("[data-word]").forEach((node) => { node.textContent = say(node.dataset.word); });
     document.querySelectorAll("[data-label]").forEach((node) => setLabel(node, say(node.dataset.label)));
     this.drawLegends();
+  }
+
+  // What the run shows, in a sentence.
+  lead() {
+    const waits = this.stories.waits.filter((wait) => wait.kind === "wait");
+    const waited = new Set(waits.map((wait) => wait.request)).size;
+    const longest = say("steps", {n: largest(waits.map((wait) => wait.to - wait.from + 1))});
+    const preempted = new Set(this.model.frames.flatMap((frame) => frame.preempted || [])).size;
+    return say("lead", {waits: waited ? say("leadWaits", {n: waited, longest}) : say("leadNoWait"),
+      preempts: preempted ? say("leadPreempts", {n: preempted}) : say("leadNoPreempt")});
   }
 
   // The address says where we are: report.html#step=13&request=short&lang=zh&theme=dark. Returns the frame.

@@ -18,7 +18,7 @@ class Stories {
     model.frames.forEach((frame, number) => this.follow(frame, number));
     this.of.forEach((entries) => entries.sort((a, b) => a.from - b.from || RANK(a) - RANK(b)));
     this.notable = [...this.of.flat(), ...this.loose].filter((entry) => NOTABLE.has(entry.kind));
-    this.notable.push(...this.waits.map(inOneSentence));
+    this.notable.push(...together(this.waits.map(inOneSentence)));
     this.notable.sort((a, b) => a.from - b.from || RANK(a) - RANK(b));
   }
 
@@ -126,9 +126,34 @@ function inOneSentence({parts, ...wait}) {
   return {...wait, reason, place};
 }
 
+// Waits for the same reason that follow each other are told once: a crowd behind a full batch is one sentence.
+function together(waits) {
+  const groups = [], open = new Map(); // by reason: the last group, which later waits may join
+  for (const wait of waits) {
+    const key = wait.kind === "preempt" ? null : wait.reason ?? "queue";
+    const group = key !== null && open.get(key);
+    if (group && wait.from <= group.to + 1) {
+      group.members.push(wait);
+      group.to = Math.max(group.to, wait.to);
+      continue;
+    }
+    const started = {to: wait.to, members: [wait]};
+    groups.push(started);
+    if (key !== null) open.set(key, started);
+  }
+  return groups.flatMap(({to, members}) => (members.length < 3 ? members
+    : [{...members[0], kind: "together", to, n: members.length - 1}]));
+}
+
+// What the list of the story shows of a kind; everything else is in "all".
+const KINDS = {
+  waits: new Set(["wait", "together"]), preempted: new Set(["preempt", "swapsOut", "swapsIn"]),
+  sharing: new Set(["finds", "forks", "copies"]), ends: new Set(["ends", "cancel", "error", "refuse", "fault", "holds"]),
+};
+
 // Within a frame: arrivals first, then what the plan changed, then waits and work, then ends.
 const ORDER = ["cancel", "error", "ends", "fault", "refuse", "submitted", "preempt", "swapsOut", "forks", "finds", "swapsIn",
-  "evicts", "takes", "holds", "copies", "wait", "prefills", "decodes"];
+  "evicts", "takes", "holds", "copies", "wait", "together", "prefills", "decodes"];
 const RANK = (entry) => ORDER.indexOf(entry.kind);
 
 const TELLERS = {
@@ -169,6 +194,10 @@ function storyText(model, entry) {
     case "wait": case "preempt": {
       const reason = entry.reason ? reasonText(entry.reason) : say("queued", {n: entry.place});
       return say("waits", {id: life.id, reason}) + (steps > 1 ? say("waitsFor", {n: steps}) : "");
+    }
+    case "together": {
+      const reason = entry.reason ? reasonText(entry.reason) : say("queued", {n: entry.place});
+      return say("together", {id: life.id, n: entry.n, reason}) + say("waitsFor", {n: steps});
     }
     case "finds": {
       const count = say("tokens", {n: entry.pages.length * model.run.page_size});

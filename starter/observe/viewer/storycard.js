@@ -25,9 +25,11 @@ class StoryCard {
   show(title, facts, entries) {
     byId("story-title").textContent = title;
     byId("facts").replaceChildren(...facts);
+    const kinds = KINDS[byId("kinds").value];
+    if (kinds) entries = entries.filter((entry) => kinds.has(entry.kind));
     const first = entries.findIndex((entry) => entry.to >= this.app.frame);
     const low = Math.max(0, Math.floor((first < 0 ? entries.length : first) / STORY_WINDOW) - 1) * STORY_WINDOW;
-    const key = [title, low, this.app.themeNumber].join("\0");
+    const key = [title, low, byId("kinds").value, this.app.themeNumber].join("\0");
     if (key !== this.key) {
       this.key = key;
       this.entries = entries.slice(low, low + 3 * STORY_WINDOW);
@@ -100,5 +102,5 @@ class StoryCard {
   }
 }
 
-const WARNING = new Set(["wait", "preempt", "error", "refuse", "fault", "swapsOut"]);
+const WARNING = new Set(["wait", "together", "preempt", "error", "refuse", "fault", "swapsOut"]);
 const QUIET = new Set(["takes", "evicts"]);

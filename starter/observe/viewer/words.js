@@ -42,7 +42,12 @@ const WORDS = {
     chartPages: "pages in use", chartBatch: "batch utilization", chartEmpty: "empty slots (fragmentation)",
     chartActive: "running, waiting", chartTtft: "time to first token, median", chartTpot: "time per output token, median",
     mean: "mean {value}", peak: "peak {value}", meanSlots: "mean {value} slots",
-    keys: "Space play or pause · ← → one step · Shift ten · Home End · ↑ ↓ follow the next request · Esc stop following · + − zoom · L language · T theme",
+    find: "Follow the request of this id", kinds: "What is listed", allKinds: "everything", kindWaits: "waits",
+    kindPreempted: "preemptions, swaps", kindSharing: "sharing, copies", kindEnds: "ends, faults", nextPreempted: "Next preemption",
+    together: "{id} and {n} other: {reason}|{id} and {n} others: {reason}",
+    lead: "{waits}; {preempts}.", leadWaits: "{n} request had to wait, at longest {longest}|{n} requests had to wait, at longest {longest}",
+    leadNoWait: "No request had to wait", leadPreempts: "{n} was preempted and came back|{n} were preempted and came back", leadNoPreempt: "none was preempted",
+    keys: "Space play or pause · ← → one step · Shift ten · Home End · ↑ ↓ follow the next request · P next preemption · Esc stop following · + − zoom · L language · T theme",
   },
   zh: {
     title: "逐步回放", about: "{steps} · {requests} · {pages}，每页 {size} 个词元 · 每步预算 {budget} 个词元",
@@ -79,7 +84,37 @@ const WORDS = {
     chartPages: "占用的页", chartBatch: "批利用率", chartEmpty: "空槽位（内部碎片）",
     chartActive: "运行、等待", chartTtft: "首词元时间（中位数）", chartTpot: "每词元时间（中位数）",
     mean: "平均 {value}", peak: "峰值 {value}", meanSlots: "平均 {value} 个",
-    keys: "空格 播放/暂停 · ← → 单步 · Shift 十步 · Home End 首尾 · ↑ ↓ 跟踪下一个请求 · Esc 停止跟踪 · + − 缩放 · L 语言 · T 主题",
+    find: "跟踪这个编号的请求", kinds: "列出什么", allKinds: "全部", kindWaits: "等待", kindPreempted: "抢占、换页",
+    kindSharing: "共享、复制", kindEnds: "结束、故障", nextPreempted: "下一次抢占", together: "{id} 和另外 {n} 个：{reason}",
+    lead: "{waits}；{preempts}。", leadWaits: "{n} 个请求等待过，最久 {longest}", leadNoWait: "没有请求需要等待",
+    leadPreempts: "{n} 个被抢占，之后回来", leadNoPreempt: "没有发生抢占",
+    keys: "空格 播放/暂停 · ← → 单步 · Shift 十步 · Home End 首尾 · ↑ ↓ 跟踪下一个请求 · P 下一次抢占 · Esc 停止跟踪 · + − 缩放 · L 语言 · T 主题",
+  },
+};
+
+// What a word means, for whoever meets it here first. Keys are the engine's own words, or those of a legend.
+const HINTS = {
+  en: {
+    fcfs: "First come, first served: requests are admitted in the order in which they arrived.",
+    priority: "Higher priorities go first; whoever waits gains on them.", shortest: "Who has the fewest tokens left goes first; whoever waits gains on them.",
+    "prefill-first": "Prompts are computed before anything is decoded: kept as a bad example.",
+    continuous: "Continuous batching: requests join and leave the batch in every step.", static: "Static batching: a batch ends as a whole before the next one begins.",
+    none: "No batching: one request at a time.", recompute: "A preempted request gives up its pages and computes its tokens again later.",
+    swap: "A preempted request moves its pages to host memory and brings them back later.",
+    sharing: "Prompts that begin alike share the pages of that beginning.", noCache: "Without a KV cache the whole context is computed again for every token.",
+    waiting: "In the queue: it lacks pages, a place in the batch, or budget.", prefill: "The prompt's tokens are computed, many in a step.",
+    decode: "One new token a step.", preempted: "It had to give its pages to a request before it, and waits to go on.", idle: "It runs, but gets no tokens in this step.",
+    used: "Slots that hold a key and a value.", written: "Slots that this step fills.", reserved: "Slots that are taken for tokens still to come.",
+    shared: "A page in several block tables at once.", cached: "Nobody's page now, but its content can still be found by a prompt that begins alike.", free: "A page of nobody.",
+  },
+  zh: {
+    fcfs: "先来先服务：请求按到达的顺序获准运行。", priority: "优先级高的先走；等待会缩小差距。", shortest: "剩余词元最少的先走；等待会缩小差距。",
+    "prefill-first": "提示总是先于解码计算：留作反面例子。", continuous: "连续批处理：每一步都可以有请求加入或离开。", static: "静态批处理：一批全部结束，下一批才开始。",
+    none: "不做批处理：一次一个请求。", recompute: "被抢占的请求交回页，以后重新计算它的词元。", swap: "被抢占的请求把页换到主机内存，以后再换回。",
+    sharing: "开头相同的提示共享那一段的页。", noCache: "没有 KV 缓存：每生成一个词元都重算整个上下文。",
+    waiting: "在队列中：缺页、缺位置，或缺预算。", prefill: "计算提示的词元，一步可以很多个。", decode: "每步一个新词元。",
+    preempted: "它把页让给了前面的请求，等待继续。", idle: "正在运行，但这一步没有分到词元。", used: "已有键和值的槽位。", written: "这一步写入的槽位。",
+    reserved: "为以后的词元预留的槽位。", shared: "同时在几个块表里的页。", cached: "现在不属于任何请求，但开头相同的提示仍能找到它的内容。", free: "不属于任何请求的页。",
   },
 };
 
