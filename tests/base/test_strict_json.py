@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
+import tracemalloc
 import unittest
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -288,6 +289,16 @@ class ParseJsonTest(unittest.TestCase):
                 for text in (opening * depth + "1" + closing * depth, opening * depth):
                     with self.subTest(opening=opening, depth=depth):
                         self.refused(text, "", f"{depth} levels")
+
+    def test_a_long_string_takes_little_more_than_its_own_memory(self) -> None:
+        for string in ("x" * 2_000_000, '\\"' * 1_000_000):
+            text = f'["{string}"]'
+            tracemalloc.start()
+            try:
+                parse_json(text)
+                self.assertLess(tracemalloc.get_traced_memory()[1], 5 * len(text))
+            finally:
+                tracemalloc.stop()
 
     def test_brackets_in_strings_have_no_depth(self) -> None:
         for string in ("[" * 100_000, "{" * 100, '\\"' + "[" * 100, "\\\\", "]" * 100 + "[" * 100):
