@@ -31,12 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.quatrains import SCENARIO
 from starter.backend import Batch, Piece, ReferenceKVStore, Rows, load_backend
-from starter.backends.int8_pages import encode_keys, encode_value
 from starter.base.console import Console, check_writable, guarded, run_program
 from starter.base.model_config import ModelConfig, QuantizationConfig
 from starter.base.weights import Weights
-from starter.calibration.importance import column_importance
-from starter.checkpoints.load import read_checkpoint
+from starter.base.wings import wing
 from starter.model import Model, scenario_weights
 from starter.schema import load_scenario
 
@@ -65,7 +63,8 @@ def exact(rows: Rows) -> Rows:
 
 def by_token(rows: Rows) -> Rows:
     """One scale a token."""
-    return [[scale * code for code in codes] for codes, scale in map(encode_value, rows)]
+    encode = wing("backends.int8_pages", "a format of int8 pages").encode_value
+    return [[scale * code for code in codes] for codes, scale in map(encode, rows)]
 
 
 def centred(rows: Rows) -> Rows:
@@ -92,7 +91,7 @@ def by_channel(rows: Rows) -> Rows:
 
 
 def _decoded(channel: Sequence[float]) -> list[float]:
-    codes, low, scale = encode_keys(channel)
+    codes, low, scale = wing("backends.int8_pages", "a format of int8 pages").encode_keys(channel)
     return [low + scale * code for code in codes]
 
 
@@ -150,7 +149,8 @@ class Measurement:
     def weights_in(self, name: str) -> Row:
         """A form of the weights, on the backend that uses it."""
         backend, quantization, calibrated = WEIGHTS[name]
-        importance = column_importance(self.reference, self._calibration) if calibrated else None
+        importance = wing("calibration.importance", f"the form {name!r}").column_importance(
+            self.reference, self._calibration) if calibrated else None
         model = Model(self.config, self.weights, load_backend(backend), quantization, importance)
         greedy = self._continued(model)
         agree = next((i for i, (a, b) in enumerate(zip(greedy, self._greedy)) if a != b), len(greedy))
@@ -232,7 +232,8 @@ def _run(options: argparse.Namespace) -> int:
             scenario = load_scenario(SCENARIO)
             config, weights = scenario.model, scenario_weights(scenario, scenario.weights)
         else:
-            checkpoint = read_checkpoint(Path(options.checkpoint), progress)
+            reader = wing("checkpoints.load", "--checkpoint")
+            checkpoint = reader.read_checkpoint(Path(options.checkpoint), progress)
             config, weights = checkpoint.config, checkpoint.weights
         measurement = Measurement(config, weights, options.texts, options.tokens)
         rows = []

@@ -22,6 +22,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from scripts.benches.rounds import cores, machine, prepare
 from scripts.benches.tables import Table, document, picture, show
 from starter.backend import Backend, load_backend
 from starter.base.console import Console, check_writable, guarded, run_program
+from starter.base.wings import wing
 from starter.scheduler import counted
 
 ROUNDS = {"stdlib": 7, "ladder": 5, "peers": 5, "checkpoint": 3}  # each suite takes some minutes
@@ -92,7 +94,7 @@ def stdlib_suite(options: argparse.Namespace, rounds: int, console: Console) -> 
 
 
 def ladder_suite(options: argparse.Namespace, rounds: int, console: Console) -> Outcome:
-    from scripts.benches import ladder
+    ladder = module("ladder")
     console.line()
     for line in ladder.legend():
         console.line(line)
@@ -100,13 +102,24 @@ def ladder_suite(options: argparse.Namespace, rounds: int, console: Console) -> 
 
 
 def peers_suite(options: argparse.Namespace, rounds: int, console: Console) -> Outcome:
-    from scripts.benches import peers
+    peers = module("peers")
     return finished("peers", peers.run(backends(options, INSTALLED or ["cpu"]), rounds), console)
 
 
 def checkpoint_suite(options: argparse.Namespace, rounds: int, console: Console) -> Outcome:
-    from scripts.benches import checkpoint
+    checkpoint = module("checkpoint")
     return finished("checkpoint", checkpoint.run(rounds), console)
+
+
+def module(suite: str) -> Any:
+    """A suite's module, which may need a wing; MissingWingError says which where it was deleted."""
+    try:
+        return import_module(f"scripts.benches.{suite}")
+    except ModuleNotFoundError as missing:
+        name = missing.name or ""
+        if not name.startswith("starter."):
+            raise
+        return wing(name.removeprefix("starter."), f"--suite {suite}")
 
 
 def backends(options: argparse.Namespace, default: Sequence[str]) -> dict[str, Backend]:

@@ -20,10 +20,9 @@ from scripts.benches.rounds import like_ours, quartiles, ratio
 from scripts.benches.tables import number
 from starter.base.statistics import Summary
 from starter.base.strict_json import read_json
+from starter.base.wings import wing
 from starter.errors import SchemaError
 from starter.metrics import Metrics
-from starter.observe.report import build_model
-from starter.observe.timeline_file import read_timeline
 from starter.timeline import Event
 
 Figures = Iterator[tuple[str, str]]
@@ -44,7 +43,7 @@ def read_source(path: Path) -> Source:
     if path.suffix not in (".json", ".jsonl"):
         raise SchemaError(f"{path} is neither a timeline, whose name ends with .jsonl, nor a .json file of figures")
     if path.suffix == ".jsonl":
-        events = read_timeline(path)
+        events = wing("observe.timeline_file", f"{path}, a timeline,").read_timeline(path)
         source = Source(path, "timeline", dict(_of_timeline(events)), events)
     else:
         document: Any = read_json(path)
@@ -61,7 +60,8 @@ def read_source(path: Path) -> Source:
 
 
 def _of_timeline(events: Sequence[Event]) -> Figures:
-    header, metrics, model = events[0], Metrics.of(events), build_model(events)
+    header, metrics = events[0], Metrics.of(events)
+    model = wing("observe.report", "a timeline").build_model(events)
     seconds = header["step_seconds"]  # of a step on the virtual clock
     scale, unit = (1000.0, "ms") if seconds is None else (1 / seconds, "steps")
 

@@ -48,7 +48,7 @@ from starter.backend import Backend, load_backend
 from starter.base.console import EXIT_DIFFERS, EXIT_OK, Console, check_writable, guarded, run_program
 from starter.base.tokenizer import CharacterTokenizer
 from starter.base.weights import Weights
-from starter.calibration.importance import column_importance
+from starter.base.wings import wing
 from starter.engine import InferenceEngine
 from starter.errors import SchemaError
 from starter.model import Loaded, Model, scenario_weights
@@ -149,7 +149,8 @@ class Report:
     def importance(self) -> dict[str, list[float]]:
         """How much each column counts, by the float model's inputs on poems that are not measured."""
         model = Model(self.scenario.model, self.tensors, load_backend("cpu"))  # columns meet the same on any
-        return dict(column_importance(model, self._calibration))
+        calibration = wing("calibration.importance", "a calibrated form")
+        return dict(calibration.column_importance(model, self._calibration))
 
     def _errors(self, model: Model) -> dict[str, tuple[float, float]]:
         """By matrix: rms and largest error of the quantized numbers, relative to the matrix's root mean square."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
+    for package in ("nbclient", "ipykernel"):
+        if find_spec(package) is None:
+            parser.error(f"{package} is not installed: pip install '.[notebooks]'")
     console, stale = Console(sys.stderr), False
     for path in NOTEBOOKS:
         with console.working(f"running {path.name} ..."):

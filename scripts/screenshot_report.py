@@ -12,16 +12,17 @@ import argparse
 import shutil
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from starter.base.console import Console
+from starter.base.console import Console, guarded, run_program
+from starter.base.wings import wing
 from starter.command.play import play
 from starter.engine import InferenceEngine
-from starter.observe.report import write_report
 from starter.schema import load_scenario
 from starter.timeline import VirtualClock
 
@@ -97,6 +98,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Draw the README's picture of a report.")
     parser.add_argument("--output", default=str(ROOT / "docs" / "report.png"))
     options = parser.parse_args()
+    if find_spec("selenium") is None:
+        parser.error("selenium is not installed: pip install '.[browser]'")
+    return guarded(lambda: draw(options.output))
+
+
+def draw(output: str) -> int:
+    """FileNotFoundError where there is no Chromium."""
+    report = wing("observe.report", "the picture of a report")
     scenario = load_scenario(ROOT / "fixtures" / "tiny_model.json")
     working = Console(sys.stderr).working("drawing ...")
     with working, tempfile.TemporaryDirectory() as folder, Browser() as browser:
@@ -104,14 +113,14 @@ def main() -> int:
         with InferenceEngine.from_scenario(scenario, clock=VirtualClock()) as engine:
             for _ in play(engine, scenario):
                 pass
-            write_report(engine.timeline.events, path)
+            report.write_report(engine.timeline.events, path)
         browser.open(path, PICTURE)
         browser.resize(1400, browser.driver.execute_script("return document.documentElement.scrollHeight"))
         browser.settle()
-        browser.driver.save_screenshot(options.output)
-    print(f"{options.output}: {Path(options.output).stat().st_size:,} bytes")
+        browser.driver.save_screenshot(output)
+    print(f"{output}: {Path(output).stat().st_size:,} bytes")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -36,11 +36,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from starter.base.console import EXIT_DIFFERS, EXIT_OK, Console, guarded, run_program
+from starter.base.wings import wing
 from starter.engine import InferenceEngine
 from starter.errors import BackendError
 from starter.schema import load_scenario
-from starter.serving.api import Api, Settings
-from starter.serving.server import Server
 
 FIXTURE = ROOT / "fixtures" / "quatrains.json"
 PROMPT = "春"
@@ -56,18 +55,19 @@ def request_bytes(**fields: object) -> bytes:
 
 
 @contextmanager
-def serving(backend: str) -> Iterator[tuple[InferenceEngine, Server]]:
-    """A server in this process."""
+def serving(backend: str) -> Iterator[tuple[InferenceEngine, Any]]:
+    """A server in this process, and its engine."""
+    api, listening = (wing(f"serving.{module}", "a server") for module in ("api", "server"))
     engine = InferenceEngine.from_scenario(load_scenario(FIXTURE), backend, clock=time.monotonic, keep_events=0,
                                            num_pages=256, max_running=64, budget_tokens=128)
-    with engine, Server(("127.0.0.1", 0), Api(engine, Settings("load"))) as server:
+    with engine, listening.Server(("127.0.0.1", 0), api.Api(engine, api.Settings("load"))) as server:
         engine.start()
         server.start()
         yield engine, server
         server.drain(10.0)
 
 
-def settled(engine: InferenceEngine, server: Server, threads: int) -> dict[str, int]:
+def settled(engine: InferenceEngine, server: Any, threads: int) -> dict[str, int]:
     """What is left once all clients are gone, or after ten seconds: pages in use, requests, threads."""
     deadline = time.monotonic() + 10.0
     while True:

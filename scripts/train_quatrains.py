@@ -25,7 +25,7 @@ from importlib.metadata import version
 from itertools import chain
 from math import cos, pi
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -36,7 +36,8 @@ try:
     from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
 except ImportError as missing:
     if not {"-h", "--help"} & set(sys.argv):
-        sys.exit(f"{missing.name} is not installed: pip install '.[train]'")
+        print(f"error: {missing.name} is not installed: pip install '.[train]'", file=sys.stderr)
+        sys.exit(2)
 
 from scripts.quatrains import (
     BOS,
@@ -50,10 +51,10 @@ from scripts.quatrains import (
     poem_tokens,
     split,
 )
-from starter.base.console import Console
+from starter.base.console import EXIT_OK, Console, guarded, run_program
 from starter.base.tokenizer import CharacterTokenizer
 from starter.base.weights import Tensor, tensor_shapes, weights_digest
-from starter.checkpoints.safetensors import read_safetensors, write_safetensors
+from starter.base.wings import wing
 from starter.schema import (
     SCENARIO_VERSION,
     CharacterVocabulary,
@@ -202,16 +203,21 @@ def learning_rate(step: int, steps: int, rates: tuple[float, float]) -> float:
 # ----------------------------------------------------------------------------------------------- measuring
 
 
+def safetensors() -> Any:
+    """What reads and writes the weights."""
+    return wing("checkpoints.safetensors", "the file of weights")
+
+
 def save(weights: Parameters) -> None:
     """Write them in float16."""
     tensors = {name: Tensor(tuple(w.shape), array("f", w.detach().flatten().tolist())) for name, w in weights.items()}
-    write_safetensors(WEIGHTS, tensors, "F16", {"licence": "MIT", "about": "fixtures/quatrains.md"})
+    safetensors().write_safetensors(WEIGHTS, tensors, "F16", {"licence": "MIT", "about": "fixtures/quatrains.md"})
 
 
 def saved() -> Parameters:
     """The weights as any reader gets them, in float64."""
     return {name: torch.tensor(tensor.values, dtype=torch.float64).reshape(tensor.shape)
-            for name, tensor in read_safetensors(WEIGHTS).items()}
+            for name, tensor in safetensors().read_safetensors(WEIGHTS).items()}
 
 
 def next_logits(weights: Parameters, tokens: torch.Tensor) -> torch.Tensor:
@@ -274,7 +280,8 @@ def scenario(weights: Parameters, vocabulary: CharacterVocabulary) -> Scenario:
                             "tests/tools/test_quatrains.py asks transformers")
     return Scenario(
         SCENARIO_VERSION, "quatrains", MODEL,
-        SafetensorsWeights(WEIGHTS.name, weights_digest(read_safetensors(WEIGHTS))), vocabulary, tuple(requests),
+        SafetensorsWeights(WEIGHTS.name, weights_digest(safetensors().read_safetensors(WEIGHTS))), vocabulary,
+        tuple(requests),
         description="a small trained model writes Tang quatrains, several at once; about it: fixtures/quatrains.md",
         engine=ENGINE, golden=golden)
 
@@ -322,7 +329,7 @@ def train_all(quatrains: Sequence[Sequence[int]], pieces: Sequence[Sequence[int]
     return weights, curve
 
 
-def main() -> None:
+def main() -> int:
     """Read, train, save, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", type=Path, help="the unpacked npm package chinese-poetry 2.0.1")
@@ -336,7 +343,7 @@ def main() -> None:
         with Console(sys.stderr).working("measuring ..."):
             text = report(saved(), vocabulary, quatrains, pieces, held_out)
         print(text)
-        return
+        return EXIT_OK
     weights, curve = train_all(quatrains, pieces, held_out)
     save(weights)
     for path, text in ((HELD_OUT, "\n".join(groups[2]) + "\n"),
@@ -344,7 +351,8 @@ def main() -> None:
                        (LOG, report(saved(), vocabulary, quatrains, pieces, held_out, curve))):
         path.write_text(text, encoding="utf-8", newline="\n")
     print(text)
+    return EXIT_OK
 
 
 if __name__ == "__main__":
-    main()
+    run_program(lambda: guarded(main))

@@ -9,12 +9,13 @@ from time import perf_counter
 from typing import Any
 
 from starter.base.tokenizer import CharacterTokenizer
-from starter.checkpoints.llama2c import UNSAID
 from starter.engine import InferenceEngine
 from starter.model import Loaded, Model
 from starter.schema import CharacterVocabulary, EngineSettings, ModelConfig, SamplingParams
 
-FIXED: dict[str, Any] = dict(UNSAID)
+FIXED: dict[str, Any] = {  # what llama2.c fixes; UNSAID in starter/checkpoints, which may be missing
+    "rope_theta": 10_000.0, "norm_eps": 1e-5, "bos_token": 1, "eos_tokens": (1, 2), "head_dim": None,
+    "attention_bias": False, "qk_norm": False, "rope_scaling": None}
 SHAPES = {  # llama2.c's
     "260K": ModelConfig(vocab_size=512, width=64, layers=5, heads=8, kv_heads=4, ffn_width=172, max_context=512,
                         tied_output=True, **FIXED),

@@ -10,7 +10,7 @@ from time import perf_counter
 from scripts.benches.engines import PROMPT, random_prompts
 from scripts.benches.rounds import Run
 from scripts.peers import Llama2Py, LlamaCpp, Transformers, Weights, ungrouped
-from starter.checkpoints.llama2c import write_llama2c
+from starter.base.wings import wing
 from starter.schema import ModelConfig
 
 COMMANDS = {"llama2-py": "pip install '.[peers]'", "transformers": "pip install '.[oracle]'",
@@ -21,7 +21,7 @@ def llama2_py(config: ModelConfig, weights: Weights, tokens: int) -> Run:
     """llama2-py at the same positions. Its cost does not depend on the numbers in its cache, so that stays empty."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.bin"
-        write_llama2c(path, *ungrouped(config, weights))
+        wing("checkpoints.llama2c", "llama2-py").write_llama2c(path, *ungrouped(config, weights))
         peer = Llama2Py(path)
     state = peer.module.RunState()
     peer.module.init_run_state(state, peer.config)

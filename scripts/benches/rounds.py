@@ -48,8 +48,11 @@ def measure(contestants: Mapping[str, Run], rounds: int, patience: float | None 
     """
     results: dict[str, list[float]] = {name: [] for name in contestants}
     spent = dict.fromkeys(contestants, 0.0)
-    with Console(sys.stderr).working() as progress:
+    console = Console(sys.stderr)
+    with console.working() as progress:
         for number in range(rounds + 1):
+            if console.width is None:  # a file or a pipe, where nothing is shown but lasting lines
+                console.line(f"round {number} of {rounds}" if number else f"warming up: {'; '.join(contestants)}")
             for name, run in contestants.items():
                 if patience is None or spent[name] <= patience:
                     progress(f"round {number} of {rounds}: {name}" if number else f"warming up: {name}")

@@ -19,9 +19,9 @@ from scripts.benches.rounds import Run, cores, like_ours, machine, measure, quar
 from scripts.benches.tables import chart
 from scripts.charts import one_below_another
 from starter.backend import load_backend
-from starter.backends.lanes.lanes import LaneMatrix
 from starter.base.console import Console
 from starter.base.weights import seeded_weights
+from starter.base.wings import wing
 from starter.model import Model
 from starter.quantization import quantize
 from starter.schema import QuantizationConfig
@@ -81,13 +81,14 @@ def products(rounds: int) -> list[dict[str, Any]]:
         dice = random.Random(rows)
         matrix = [[dice.gauss(0, 1) for _ in range(columns)] for _ in range(rows)]
         x = [dice.gauss(0, 1) for _ in range(columns)]
-        lanes = LaneMatrix.of_floats(matrix)
+        lane_matrix = wing("backends.lanes.lanes", "--suite stdlib").LaneMatrix
+        lanes = lane_matrix.of_floats(matrix)
         forms: dict[str, Callable[[], object]] = {
             "loop": lambda: [sum(map(mul, row, x)) for row in matrix],  # noqa: B023 - called before the next turn
             "14-bit lanes": lambda: lanes.times(x),  # noqa: B023
         }
         for bits, name in ((8, "int8 lanes"), (4, "int4 lanes")):
-            packed = LaneMatrix.of_codes(quantize(matrix, QuantizationConfig(bits, None)))
+            packed = lane_matrix.of_codes(quantize(matrix, QuantizationConfig(bits, None)))
             forms[name] = lambda packed=packed: packed.times(x)  # type: ignore[misc]  # noqa: B023
         times: dict[str, list[float]] = {name: [] for name in forms}
         for _ in range(max(5, rounds)):

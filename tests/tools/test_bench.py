@@ -15,13 +15,14 @@ from unittest.mock import patch
 
 from scripts import bench
 from scripts.benches import checkpoint, ladder, mixed, peers
-from scripts.benches.engines import Ours, Prompt, random_prompts, with_characters
+from scripts.benches.engines import FIXED, Ours, Prompt, random_prompts, with_characters
 from scripts.benches.mixed import Arrival, OurServer, stream
 from scripts.benches.rounds import machine, measure, prepare, quartiles, ratio, times
 from scripts.benches.tables import Table, document, picture
 from scripts.peers import Transformers
 from starter.backend import load_backend
 from starter.base.weights import seeded_weights
+from starter.checkpoints.llama2c import UNSAID
 from starter.engine import InferenceEngine
 from starter.errors import BackendError
 from starter.model import Loaded, Model
@@ -72,6 +73,19 @@ class Rounds(unittest.TestCase):
             self.assertNotIn("OPENBLAS_L2_SIZE", os.environ)
             self.assertEqual([os.environ[f"{name}_NUM_THREADS"] for name in ("OMP", "OPENBLAS", "MKL")], ["2"] * 3)
             self.assertEqual(machine()["threads"], 2)
+
+
+class ProgressInAPipe(unittest.TestCase):
+    def test_a_line_as_each_round_begins(self) -> None:
+        """Where nothing can be replaced, there are lasting lines: minutes of silence look like a hang."""
+        with redirect_stderr(io.StringIO()) as shown, patch("scripts.benches.rounds.REST", 0):
+            measure({"ours, cpu": lambda: 1.0, "theirs": lambda: 2.0}, 2)
+        self.assertEqual(shown.getvalue(), "warming up: ours, cpu; theirs\nround 1 of 2\nround 2 of 2\n")
+
+
+class Shapes(unittest.TestCase):
+    def test_what_llama2c_fixes(self) -> None:
+        self.assertEqual(FIXED, UNSAID)
 
 
 class Tables(unittest.TestCase):

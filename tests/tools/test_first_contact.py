@@ -1,13 +1,16 @@
-"""What every program says first: its help with nothing installed, and one sentence on a Python that is too old."""
+"""What every program says first: its help with nothing installed and no wing present, what it lacks, and one sentence
+on a Python that is too old."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import unittest
 from pathlib import Path
 
-from tests.paths import ROOT
+from scripts.check_wings import copy_without, find_wings
+from tests.paths import ROOT, TIMELINE
 
 PLACES = ("scripts", "scripts/grading", "scripts/gpu")
 PROGRAMS = sorted(path for place in PLACES for path in ROOT.glob(f"{place}/*.py")
@@ -28,8 +31,15 @@ ENTRIES = {"python -m starter": "runpy.run_module('starter', run_name='__main__'
                "sys.path[0] = 'scripts'; runpy.run_path('scripts/release_student.py', run_name='__main__')"}
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False,
+LACKING_A_PACKAGE = {"run_notebooks.py": "notebooks", "screenshot_report.py": "browser", "train_quatrains.py": "train",
+                     "compile_kernels.py": "cuda"}
+LACKING_A_WING = (
+    ("accuracy.py",), ("report.py", TIMELINE), ("quant_report.py",), ("serve_load.py", "streams"),
+    *(("bench.py", "--suite", suite) for suite in ("stdlib", "ladder", "peers", "checkpoint")))
+
+
+def run(*arguments: object, python: str = sys.executable, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([python, *map(str, arguments)], cwd=root, capture_output=True, text=True, check=False,
                           encoding="utf-8", stdin=subprocess.DEVNULL)
 
 
@@ -42,6 +52,34 @@ class HelpTest(unittest.TestCase):
                 done = run("-S", path, "--help")
                 self.assertEqual((done.returncode, done.stderr), (0, ""))
                 self.assertRegex(done.stdout, r"\Ausage: ")
+
+    def test_a_package_that_is_missing(self) -> None:
+        """One sentence with the command that installs it, and exit code 2; argparse's come after a line of usage."""
+        for name, extra in LACKING_A_PACKAGE.items():
+            with self.subTest(script=name):
+                done = run("-S", ROOT / "scripts" / name)
+                self.assertEqual((done.returncode, done.stdout), (2, ""))
+                said = [line for line in done.stderr.splitlines() if not line.startswith("usage: ")]
+                self.assertEqual(len(said), 1, done.stderr)
+                self.assertRegex(said[0], rf"error: .* pip install '\.\[{extra}\]'\Z")
+
+    def test_wings_that_were_deleted(self) -> None:
+        """In a copy without any: help all the same, and then one sentence that names the package, and exit code 2."""
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder, "project")
+            copy_without([wing for wing in find_wings(ROOT) if "/" not in wing], root)
+            for path in PROGRAMS:
+                if path.parent.name != "scripts":
+                    continue
+                with self.subTest(script=path.name):
+                    done = run("-S", f"scripts/{path.name}", "--help", root=root)
+                    self.assertEqual((done.returncode, done.stderr), (0, ""))
+            for name, *arguments in LACKING_A_WING:
+                with self.subTest(script=name, arguments=arguments):
+                    done = run("-S", f"scripts/{name}", *arguments, root=root)
+                    self.assertEqual(done.returncode, 2, done.stderr)
+                    self.assertRegex(done.stderr, r"\Aerror: [^\n]* needs the package starter/\w+, which this copy "
+                                                  r"does not have[^\n]*\n\Z")
 
     def test_acceptance_helps(self) -> None:
         for arguments in (("--help",), ("wrong", "--help"), ("hidden", "--help")):
