@@ -5,7 +5,8 @@
 
 A source distribution and a wheel are made of a copy of the project (pip fetches setuptools for that), and the wheel is
 installed into an empty environment of each Python. There the commands run that a newcomer tries first, and a program
-that uses the API. From the unpacked source distribution, the scaffold's checks run. Exit code 1 if anything is wrong.
+that uses the API. From the unpacked source distribution, the scaffold's checks run, and what is left of it without a
+wing is installed, as a copy and in editable form. Exit code 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -137,8 +138,9 @@ def check_files(wheel: Path, unpacked: Path) -> None:
             if path.is_file() and path.suffix != ".pyc" and "__pycache__" not in path.parts}
     data = {f"starter/fixtures/{path.name}" for path in (ROOT / "fixtures").iterdir()}
     for file in sorted((code | data) - set(names)):
-        raise Failure(f"the wheel lacks {file}; pyproject.toml lists the packages and their data")
-    if other := [name for name in names if not name.startswith(("starter/", "p07_mini_inference_engine-"))]:
+        raise Failure(f"the wheel lacks {file}; setup.py names the packages, pyproject.toml their data")
+    other = [name for name in names if not name.startswith(("starter/", "p07_mini_inference_engine-"))]
+    if other:
         raise Failure(f"the wheel holds {other[0]}")
     for name in ("tests/support.py", "acceptance/harness.py", "scripts/fuzz.py", "docs/handout.zh.md",
                  "fixtures/quatrains.json", "notebooks", ".ci/run", "DESIGN.md", "LICENSE", "noxfile.py"):
@@ -158,8 +160,9 @@ def check_python(python: str, wheel: Path, work: Path) -> None:
     expect(ask(p07, "--version", folder=here), f"p07 {__version__}")
     expect(ask(p07, "demo", folder=here), "outputs equal the golden tokens")
     expect(ask(p07, "demo", "tiny_model", "--clock", "virtual", folder=here), "All 10 outputs equal the golden tokens.")
-    expect(ask(p07, "run", "--help", folder=here), "usage: p07 run")
-    expect(ask(p07, "--fixture", "quatrains.json", "--prompt", "春", "--max-tokens", "3", folder=here), "output")
+    for command in ("run", "serve", "check"):
+        expect(ask(p07, command, "--help", folder=here), f"usage: p07 {command}")
+    expect(ask(p07, "--fixture", "quatrains", "--prompt", "春", "--max-tokens", "3", folder=here), "output")
     expect(ask(installed, "-m", "starter", "--help", folder=here), "usage: python3 -m starter COMMAND")
     expect(ask(installed, "-m", "starter.driver", "--help", folder=here), "driver.py")
     ask(p07, "nonsense", folder=here, code=2)
@@ -170,6 +173,18 @@ def check_python(python: str, wheel: Path, work: Path) -> None:
     if find_spec("mypy"):
         mypy = (sys.executable, "-m", "mypy", "--strict", "--python-executable", installed)
         expect(ask(*mypy, "program.py", folder=here), "Success: no issues found")
+
+
+def check_sources(unpacked: Path, work: Path) -> None:
+    """What `pip install` and `pip install -e` give of a folder from which a wing was deleted."""
+    for number, options in enumerate(((), ("-e",))):
+        source, place = work / f"without-{number}", work / f"from-source-{number}"
+        shutil.copytree(unpacked, source)
+        shutil.rmtree(source / "starter" / "observe")
+        environment(sys.executable, place)
+        ask(program(place, "python"), "-m", "pip", "install", "-q", *options, source, folder=work)
+        expect(ask(program(place, "p07"), "demo", "tiny_model", folder=work), "All 10 outputs equal the golden tokens.")
+        ask(program(place, "p07"), "check", "run.jsonl", folder=work, code=2)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -189,6 +204,8 @@ def _check(pythons: Sequence[str]) -> int:
             check_files(wheel, unpacked)
             ask(sys.executable, "scripts/verify_scaffold.py", folder=unpacked)
             console.line(f"{wheel.name}: {wheel.stat().st_size:,} bytes; the source distribution is complete")
+            check_sources(unpacked, work)
+            console.line("without a wing: installed from its folder, and in editable form")
             for number, python in enumerate(pythons):
                 check_python(python, wheel, work / str(number))
                 console.line(f"{python}: installed, and used from another folder")

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from starter.base.bundled import SCENARIOS, bundled
-from starter.base.console import EXIT_BAD_INPUT, EXIT_OK, Console, complain, guarded, run_program
+from starter.base.console import EXIT_BAD_INPUT, EXIT_OK, Console, complain, guarded, run_program, started
 from starter.base.version import __version__
 from starter.base.wings import wing
 from starter.errors import RequestError
@@ -57,13 +56,18 @@ def _run(command: str, arguments: Sequence[str]) -> int:
 
 def _function(command: str) -> Callable[[Sequence[str]], int]:
     module, name = COMMANDS[command][0].split(":")
-    place = sys.modules[__name__] if module == "__main__" else wing(module, f"{_program()} {command}")
+    place = sys.modules[__name__] if module == "__main__" else wing(module, started(f"python3 -m starter {command}"))
     function: Callable[[Sequence[str]], int] = getattr(place, name)
     return function
 
 
 def demo(arguments: Sequence[str]) -> int:
     """A scenario that comes with the project; further options are those of ``run``."""
+    if {"-h", "--help"} & set(arguments):
+        Console(sys.stdout).line(started(f"usage: python3 -m starter demo [{'|'.join(SCENARIOS)}] [options]\n\nPlays a "
+                                         "scenario that comes with the project; python3 -m starter run --help lists "
+                                         "the options."))
+        return EXIT_OK
     name, *options = arguments if arguments and not arguments[0].startswith("-") else ["quatrains", *arguments]
     path = bundled(f"{name}.json") if name in SCENARIOS else None
     if path is None:
@@ -71,16 +75,11 @@ def demo(arguments: Sequence[str]) -> int:
     return _function("run")(["--fixture", str(path), *options])
 
 
-def _program() -> str:
-    """What the person has typed."""
-    return "p07" if Path(sys.argv[0]).stem == "p07" else "python3 -m starter"
-
-
 def _usage() -> str:
     lines = [f"  {name:8}  {summary}" for name, (_, summary) in COMMANDS.items()]
-    return "\n".join(["A mini LLM inference engine: KV cache, continuous batching, paged KV, quantization.", "",
-                      f"usage: {_program()} COMMAND ...", "", *lines, "",
-                      f"Begin with: {_program()} demo. Each command has a --help of its own."])
+    return started("\n".join(["A mini LLM inference engine: KV cache, continuous batching, paged KV, quantization.", "",
+                              "usage: python3 -m starter COMMAND ...", "", *lines, "",
+                              "Begin with: python3 -m starter demo. Each command has a --help of its own."]))
 
 
 def entry() -> None:

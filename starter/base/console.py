@@ -187,6 +187,13 @@ def complain(problem: str) -> None:
         Console(sys.stderr).line(problem)
 
 
+def started(text: str) -> str:
+    """Text that names commands, as the program was started: where that was by the installed command, ``p07``, it calls
+    itself so instead of ``python3 -m starter``."""
+    by_name = bool(sys.argv) and Path(sys.argv[0]).stem == "p07"
+    return text.replace("python3 -m starter", "p07") if by_name else text
+
+
 def run_program(main: Callable[[], int]) -> NoReturn:
     """Exit with the code that ``main`` returns. Output that cannot be flushed is dropped, so that Python does not fail
     again on it at exit."""

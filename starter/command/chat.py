@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from starter.base.console import EXIT_OK, Console, guarded
+from starter.base.console import EXIT_OK, Console, guarded, started
 from starter.base.wings import wing
 from starter.command.options import add_engine_options, add_sampling_options, check_options, sampling_params
 from starter.command.run import load_model
@@ -34,7 +34,7 @@ HELP = __doc__.rpartition("slash:\n\n")[2].rstrip()
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python3 -m starter chat", description=__doc__,
+    parser = argparse.ArgumentParser(prog=started("python3 -m starter chat"), description=started(__doc__),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", metavar="PATH", help="GGUF file, folder from Hugging Face, or llama2.c model")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
@@ -121,7 +121,7 @@ class Conversation:
         self._prompt("?")
 
     def _prompt(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
-        chat = wing("checkpoints.chat", "python3 -m starter chat")
+        chat = wing("checkpoints.chat", started("python3 -m starter chat"))
         tokens, ends = chat.chat_prompt(self.engine.tokenizer, [*self.messages, {"role": "user", "content": text}])
         return tokens, ends
 

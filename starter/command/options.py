@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from starter.base.console import check_writable
+from starter.base.bundled import SCENARIOS
+from starter.base.console import check_writable, started
 from starter.errors import RequestError, SchemaError
 from starter.schema import EngineSettings, SamplingParams
 
@@ -27,8 +28,11 @@ ENGINE_OPTIONS = {  # fields of EngineSettings, and their options
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """The parser of a run; ``description`` heads its ``--help``."""
-    program = {"p07": "p07 run", "__main__": "python3 -m starter run"}.get(Path(sys.argv[0]).stem, "driver.py")
+    """The parser of a run; ``description``, the driver's, heads its ``--help``, in the words of whoever is started."""
+    program, file = "driver.py", Path(sys.argv[0])
+    if file.stem == "p07" or file.parts[-2:] == ("starter", "__main__.py"):
+        program = started("python3 -m starter run")
+        description = (description or "").replace("python3 starter/driver.py", program).replace("fixtures/", "")
     parser = argparse.ArgumentParser(prog=program, description=description,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser, "scenario to run (JSON), or whose model continues a --prompt")
@@ -50,7 +54,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 def add_model_options(parser: argparse.ArgumentParser, of_fixture: str) -> None:
     """Which model; one of them must be given."""
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--fixture", metavar="FILE", help=of_fixture)
+    source.add_argument("--fixture", metavar="FILE",
+                        help=f"{of_fixture}; {' and '.join(SCENARIOS)} come with the project")
     source.add_argument("--checkpoint", metavar="PATH", help="GGUF file, folder from Hugging Face, or llama2.c model")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from starter.backend import Backend, load_backend
-from starter.base.bundled import bundled
+from starter.base.bundled import SCENARIOS, bundled
 from starter.base.console import EXIT_DIFFERS, EXIT_OK, Console, complain
 from starter.base.wings import wing
 from starter.command.options import STORED, engine_settings, sampling_params
@@ -55,11 +55,13 @@ def _clock(options: argparse.Namespace) -> Callable[[], float]:
 
 
 def _load_scenario(path: str) -> Scenario:
-    """A name without a folder may also be that of a scenario that comes with the project. SchemaError names the
-    file."""
+    """A name without a folder may also be that of a scenario that comes with the project. SchemaError names the file,
+    and those scenarios where there is no such file."""
     try:
         return load_scenario(path if Path(path).exists() else bundled(path) or path)
     except SchemaError as error:
+        if not Path(path).exists():
+            raise SchemaError(f"{error}; by name there are {' and '.join(SCENARIOS)}") from None
         raise SchemaError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
 
 

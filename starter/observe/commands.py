@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from starter.base.console import EXIT_DIFFERS, EXIT_OK, Console
+from starter.base.console import EXIT_DIFFERS, EXIT_OK, Console, started
 from starter.errors import RequestError
 from starter.metrics import Metrics
 from starter.observe.audit import Audit
@@ -102,7 +102,8 @@ def report(arguments: Sequence[str]) -> int:
 
 def _parser(command: str, summary: str | None, output: str = "") -> argparse.ArgumentParser:
     """The options of a command on a timeline; with ``output``, the default, those of one that writes a file."""
-    parser = argparse.ArgumentParser(prog=f"python3 -m starter {command}", description=summary, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=started(f"python3 -m starter {command}"), description=summary,
+                                     allow_abbrev=False)
     parser.add_argument("timeline", metavar="RUN.jsonl")
     if output:
         parser.add_argument("-o", "--output", metavar="FILE", default=output, help="default: %(default)s")

@@ -1,6 +1,6 @@
 """``python3 -m starter batch IN.jsonl OUT.jsonl``: many requests from a file, in OpenAI's batch format.
 
-    python3 -m starter batch in.jsonl out.jsonl --fixture fixtures/quatrains.json
+    python3 -m starter batch in.jsonl out.jsonl --fixture quatrains
     python3 -m starter batch in.jsonl out.jsonl --checkpoint MODEL --processes 2
 
 A line of IN, and the line of OUT that answers it:
@@ -40,7 +40,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, NamedTuple
 
-from starter.base.console import EXIT_DIFFERS, EXIT_OK, Console
+from starter.base.console import EXIT_DIFFERS, EXIT_OK, Console, started
 from starter.base.strict_json import describe, parse_json
 from starter.command.options import add_engine_options, add_model_options, check_engine_options
 from starter.command.run import load_model
@@ -66,7 +66,7 @@ class Line(NamedTuple):
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of ``batch``."""
-    parser = argparse.ArgumentParser(prog="python3 -m starter batch", description=__doc__,
+    parser = argparse.ArgumentParser(prog=started("python3 -m starter batch"), description=started(__doc__),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="IN.jsonl", help="requests, one a line")
     parser.add_argument("target", metavar="OUT.jsonl", help="answers; if there are some already, the rest is added")

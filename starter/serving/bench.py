@@ -1,6 +1,6 @@
 """``python3 -m starter bench --target URL SCENARIO``: how a server keeps up with a scenario's requests.
 
-    python3 -m starter bench --target http://127.0.0.1:8000/v1 fixtures/quatrains.json
+    python3 -m starter bench --target http://127.0.0.1:8000/v1 quatrains
     python3 -m starter bench --target http://gpu:8000/v1 load.json --step-seconds 0.02 --ttft 0.5 --tpot 0.05
 
 The target is any OpenAI-compatible server: this project's, vLLM, llama.cpp. Each request of the scenario is sent as a
@@ -36,7 +36,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starter.base.bundled import bundled
-from starter.base.console import EXIT_DIFFERS, EXIT_OK, Console, Table
+from starter.base.console import EXIT_DIFFERS, EXIT_OK, Console, Table, started
 from starter.base.statistics import Summary, duration
 from starter.base.tokenizer import CharacterTokenizer
 from starter.errors import RequestError
@@ -261,9 +261,9 @@ def _show(figures: dict[str, Any], console: Console) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of ``bench``."""
-    parser = argparse.ArgumentParser(prog="python3 -m starter bench", description=__doc__,
+    parser = argparse.ArgumentParser(prog=started("python3 -m starter bench"), description=started(__doc__),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scenario", metavar="SCENARIO", help="JSON; `python3 -m starter draw` makes some")
+    parser.add_argument("scenario", metavar="SCENARIO", help=started("JSON; `python3 -m starter draw` makes some"))
     parser.add_argument("--target", required=True, metavar="URL", help="of the server, up to and with /v1")
     parser.add_argument("--model", metavar="NAME", help="what the server calls its model (default: its only one)")
     parser.add_argument("--api-key", metavar="KEY", help=f"better in the environment, as {KEY_VARIABLE}")

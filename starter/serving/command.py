@@ -1,6 +1,6 @@
 """``python3 -m starter serve``: a model behind an OpenAI-compatible API.
 
-    python3 -m starter serve --fixture fixtures/quatrains.json
+    python3 -m starter serve --fixture quatrains
     python3 -m starter serve --checkpoint MODEL --backend numpy --port 8080 --api-key SECRET
 
 Then:
@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
-from starter.base.console import EXIT_OK, Console
+from starter.base.console import EXIT_OK, Console, started
 from starter.command.options import add_engine_options, add_model_options, check_engine_options
 from starter.command.run import load_model
 from starter.engine import InferenceEngine
@@ -40,7 +40,7 @@ SWITCH_SECONDS = 0.0005  # see _quick_switches
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of ``serve``."""
-    parser = argparse.ArgumentParser(prog="python3 -m starter serve", description=__doc__,
+    parser = argparse.ArgumentParser(prog=started("python3 -m starter serve"), description=started(__doc__),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser, "scenario whose model is served (JSON); its own requests are not run")
     add_engine_options(parser)

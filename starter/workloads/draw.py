@@ -31,7 +31,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
 
-from starter.base.console import EXIT_OK, Console, guarded
+from starter.base.console import EXIT_OK, Console, guarded, started
 from starter.base.strict_json import Integer, ListOf, Nullable, Number, OneOf, Shape
 from starter.errors import SchemaError
 from starter.schema import (
@@ -279,7 +279,7 @@ def _name_or_numbers(text: str) -> str | tuple[int, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a scenario. Bad options are one line on standard error and exit code 2."""
-    parser = _Parser(prog="python3 -m starter draw", allow_abbrev=False, argument_default=argparse.SUPPRESS,
+    parser = _Parser(prog=started("python3 -m starter draw"), allow_abbrev=False, argument_default=argparse.SUPPRESS,
                      description="Print a scenario with requests drawn from a seed.")
     options: dict[str, tuple[Callable[[str], object], str]] = {
         "seed": (int, "of all draws"), "requests": (int, "how many"),
