@@ -101,10 +101,12 @@ class ConversationTest(unittest.TestCase):
 
 
 class ProgramTest(unittest.TestCase):
+    @needs_wing("checkpoints")
     def test_a_model_that_cannot_chat(self) -> None:
         with InferenceEngine(HEALTHY) as engine, self.assertRaisesRegex(RequestError, "no chat template"):
             Conversation(engine, Console(None), SamplingParams()).check()
 
+    @needs_wing("checkpoints")
     def test_what_is_wrong_is_said_in_a_line(self) -> None:
         for arguments, words in ((["nowhere"], "nowhere"), (["x", "--top-k", 3], "--top-k has no effect"),
                                  (["x", "--backend", "gpu"], "--backend: there is no backend 'gpu'"),
