@@ -52,7 +52,7 @@ class ChatPrompt(NamedTuple):
     ends: tuple[int, ...]
 
 
-def chat_prompt(tokenizer: Tokenizer, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None = None,
+def chat_prompt(tokenizer: Tokenizer, messages: Conversation, /, tools: Sequence[Mapping[str, Any]] | None = None,
                 **variables: Any) -> ChatPrompt:
     """The prompt that asks for an answer to ``messages``. ``tools`` are JSON schemas of functions, for templates that
     know them; ``variables`` are the template's own, such as enable_thinking. O(text).
@@ -65,7 +65,7 @@ def chat_prompt(tokenizer: Tokenizer, messages: Conversation, tools: Sequence[Ma
     return ChatPrompt(chat.tokens(rendering), chat.ends())
 
 
-def render(tokenizer: Tokenizer, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None = None,
+def render(tokenizer: Tokenizer, messages: Conversation, /, tools: Sequence[Mapping[str, Any]] | None = None,
            add_generation_prompt: bool = True, **variables: Any) -> str:
     """The text of the same prompt, in which names of control tokens in a message look like control tokens."""
     chat = _Chat(tokenizer, tools)

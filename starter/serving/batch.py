@@ -10,7 +10,8 @@ A line of IN, and the line of OUT that answers it:
 
 The bodies are those that the server takes, and are answered as it would; ``vllm run-batch`` reads the same file. IN is
 checked whole before anything is computed. Lines of OUT come as they are ready, in no order; they are written for good,
-so a run that was stopped goes on where it stopped when it is started again: nothing is lost, and nothing done twice.
+so a run that was stopped goes on where it stopped when it is started again: nothing is lost, and nothing done twice. A
+request is known by its custom_id: one that was answered stays as it is, even if its body has changed since.
 What a request without a seed samples depends on its custom_id alone, not on where or when it runs.
 
 ``--processes N`` computes in N processes, each with the model; ``--cluster ADDRESS`` on the workers of a Dask scheduler
@@ -54,6 +55,7 @@ LINE_BYTES = 16 * 1024 * 1024
 PART = 32  # requests that a worker is given at a time, and serves together
 AHEAD = 2  # parts for each worker: one that it computes, and the next
 TRIES = 3  # of a part whose worker died
+BEGINNING = b'{"id": "batch_req_'  # of each line of the answers
 
 
 class Line(NamedTuple):
@@ -89,11 +91,14 @@ def batch(arguments: Sequence[str]) -> int:
     if not 1 <= options.processes <= 64:
         raise RequestError(f"--processes must be from 1 to 64, not {options.processes}")
     source, target = Path(options.source), Path(options.target)
-    if source.absolute() == target.absolute():
+    if source.absolute() == target.absolute() or (target.exists() and source.exists() and source.samefile(target)):
         raise RequestError(f"{source} is given twice; the answers must not replace the requests")
+    if source.exists() and not source.is_file():  # it is read twice
+        raise RequestError(f"{source} is not a file; write the requests to one")
     total = sum(1 for _ in read_lines(source))  # so that whatever is wrong with the file is said now
     console = Console(sys.stdout, options.quiet)
     with open_answers(target) as file:
+        lock(file, target)
         done = answered(file, target)
         if done:
             console.line(f"{len(done)} of {total} requests were answered before")
@@ -111,6 +116,8 @@ def batch(arguments: Sequence[str]) -> int:
             os.fsync(file.fileno())
             close_engines()
     console.line(f"{counts[True]} answers and {counts[False]} errors were added to {target}")
+    if (missing := total - sum(counts.values()) - sum(1 for line in read_lines(source) if line.custom_id in done)) > 0:
+        raise EngineError(f"{missing} requests of {source} are not answered: it has changed meanwhile; start again")
     return EXIT_DIFFERS if counts[False] or not all(done.values()) else EXIT_OK
 
 
@@ -162,11 +169,26 @@ def _parse(raw: bytes, where: str) -> Line:
 
 def open_answers(path: Path) -> BinaryIO:
     """The file of answers, to be read and added to. SchemaError if that cannot be done."""
+    if path.exists() and not path.is_file():
+        raise SchemaError(f"{path} is not a file, to which answers could be added; give another path")
     try:
         path.touch()
         return open(path, "r+b")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise SchemaError(f"cannot write {path}: {error}") from None
+
+
+def lock(file: BinaryIO, path: Path) -> None:
+    """Until the file is closed no other run adds to it. SchemaError if another one does so now."""
+    try:
+        if os.name == "nt":
+            msvcrt = import_module("msvcrt")
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            return
+        fcntl = import_module("fcntl")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise SchemaError(f"another run is adding to {path}; wait for its end, or give another file") from None
 
 
 def answered(file: BinaryIO, path: Path) -> dict[str, bool]:
@@ -175,14 +197,14 @@ def answered(file: BinaryIO, path: Path) -> dict[str, bool]:
     done: dict[str, bool] = {}
     end = 0
     for number, raw in enumerate(file, start=1):
-        if not raw.endswith(b"\n"):
+        if not raw.endswith(b"\n") and (raw.startswith(BEGINNING) or BEGINNING.startswith(raw)):
             break
         try:
             document = json.loads(raw)
             custom_id, status = document["custom_id"], document["response"]["status_code"]
             if not isinstance(custom_id, str):
                 raise ValueError
-        except (ValueError, KeyError, TypeError):  # not JSON, or something else
+        except (ValueError, KeyError, TypeError, RecursionError):  # not JSON, or something else
             raise SchemaError(f"{path}, line {number} is no answer of a batch; give another file, or remove this one"
                               ) from None
         done[custom_id] = status == 200
@@ -218,8 +240,13 @@ def compute(left: Iterator[list[Line]], options: argparse.Namespace) -> Iterator
         with _place(options) as (executor, workers):
             while not more:
                 while len(running) < workers * AHEAD and (entry := _next(again, left)):
-                    running[executor.submit(answer_part, given, entry[0])] = entry
-                if not running:
+                    try:
+                        running[executor.submit(answer_part, given, entry[0])] = entry
+                    except BrokenProcessPool:
+                        again.appendleft(entry)
+                        more = True
+                        break
+                if not running and not more:
                     return
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     if isinstance(future.exception(), BrokenProcessPool):
@@ -309,7 +336,7 @@ def _make(options: argparse.Namespace) -> Api:
 def _answer(api: Api, line: Line) -> str:
     """One line of the answers. The request's id, on which samples without a seed depend, is made of its custom_id."""
     name = hashlib.sha256(line.custom_id.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-    raw = json.dumps({"request_id": name, **line.body}).encode()
+    raw = json.dumps({**line.body, "request_id": name}).encode()
     work = api.handle(HttpRequest("POST", line.url, {"content-type": "application/json"}, raw))
     if not isinstance(work, Answer):
         with work.source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import unittest
 from collections.abc import Iterator
@@ -179,6 +180,61 @@ class RefusedTest(BatchCase):
         self.refused("is given twice")
         self.target = self.source.parent / "none" / "out.jsonl"
         self.refused("cannot write")
+
+    def test_the_requests_are_never_replaced(self) -> None:
+        """By whatever name the file of answers has."""
+        self.source.write_text(json.dumps(request("a")), encoding="utf-8")  # without a line end, as a torn answer
+        before = self.source.read_bytes()
+        link = self.source.with_name("link.jsonl")
+        try:
+            link.symlink_to(self.source)
+        except OSError:  # Windows, without the right to make one
+            link = self.source.parent / ".." / self.source.parent.name / self.source.name
+        self.target = link
+        self.refused("is given twice")
+        self.assertEqual(self.source.read_bytes(), before)
+
+    def test_a_file_that_is_something_else_stays_as_it_is(self) -> None:
+        for text in ('{"my": "precious config"}', "a poem", "{", '{"id": "mine"'):
+            self.target.write_text(text, encoding="utf-8")
+            if program.BEGINNING.startswith(text.encode()):
+                continue
+            self.refused("out.jsonl, line 1 is no answer of a batch")
+            self.assertEqual(self.target.read_text(encoding="utf-8"), text)
+
+    def test_what_is_no_file(self) -> None:
+        folder = self.source.parent / "folder"
+        folder.mkdir()
+        target, self.target = self.target, folder
+        self.refused("folder is not a file")
+        self.target, self.source = target, folder
+        self.refused("folder is not a file")
+        if Path(os.devnull).exists() and os.name != "nt":
+            self.write_to(REQUESTS[:1])
+            self.target = Path(os.devnull)
+            self.refused("is not a file")
+
+    def write_to(self, requests: list[Any]) -> None:
+        self.source = self.target.with_name("again.jsonl")
+        self.write(requests)
+
+    def test_two_runs_do_not_share_a_file(self) -> None:
+        self.target.touch()
+        with program.open_answers(self.target) as file:
+            program.lock(file, self.target)
+            self.refused("another run is adding to")
+        self.write(REQUESTS[:2])
+        self.assertEqual(self.run_batch().code, 0)
+
+    def test_a_body_may_not_name_its_request(self) -> None:
+        """What a sample draws depends on the custom_id alone; and two lines may not clash."""
+        self.write([request("a", request_id="same", temperature=1), request("b", request_id="same", temperature=1)])
+        self.assertEqual(self.run_batch().code, 0)
+        named = self.answers()
+        self.target.unlink()
+        self.write([request("a", temperature=1), request("b", temperature=1)])
+        self.run_batch()
+        self.assertEqual(self.answers(), named)
 
     def test_options(self) -> None:
         self.refused("--processes must be from 1 to 64", "--processes", 0)

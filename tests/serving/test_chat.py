@@ -137,6 +137,10 @@ class ChatTest(ServerCase):
                 self.assertEqual((reply.status, error["param"]), (400, param), error)
                 self.assertRegex(error["message"], words)
 
+    def test_a_variable_of_any_other_name_is_the_templates_own(self) -> None:
+        for name in ("tokenizer", "self", "enable_thinking", "bos_token"):
+            self.assertEqual(self.chat(chat_template_kwargs={name: "x"}).status, 200, name)
+
     def test_what_asks_for_nothing_is_ignored(self) -> None:
         fields = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "parallel_tool_calls": True,
                   "user": "me", "store": False, "modalities": ["text"]}
