@@ -1,7 +1,7 @@
 """Load the server with many clients, with clients that leave, and with one: what does HTTP add to the first token?
 
     python3 scripts/serve_load.py                              all three; minutes; exit code 1 if one fails
-    python3 scripts/serve_load.py streams --clients 256        so many streams at once: each gets all of its tokens
+    python3 scripts/serve_load.py streams --clients 256        that many streams at once: each gets all of its tokens
     python3 scripts/serve_load.py leave --clients 10000        clients that leave at any moment: nothing may be kept
     python3 scripts/serve_load.py first-token --requests 300   one client: time to first token, in process and by HTTP
     python3 scripts/serve_load.py --backend numpy --json       options of all three
@@ -98,7 +98,7 @@ async def read_stream(port: int, fields: dict[str, object]) -> tuple[int, bool]:
 
 
 def streams(options: argparse.Namespace) -> dict[str, Any]:
-    """So many clients at once, each with a stream of 40 tokens."""
+    """Clients at once, each with a stream of 40 tokens."""
     clients = options.clients or 256
 
     async def everyone(port: int) -> list[tuple[int, bool]]:
@@ -132,7 +132,7 @@ def leave_once(port: int, dice: random.Random) -> None:
 
 
 def leave(options: argparse.Namespace) -> dict[str, Any]:
-    """So many clients, some at a time, that leave at random moments."""
+    """Clients, some at a time, that leave at random moments."""
     clients = options.clients or 10_000
 
     def some(number: int) -> None:

@@ -91,7 +91,7 @@ class Batch:
         slots      [29 ,  8 , 9 , 10]      slot = page * page_size + position % page_size; A writes page 7, offset 1
         spans      [A: row 0, end 10, pages (5, 0, 7)]  [B: rows 1-3, end 3, pages (2,)]
         logit_rows [0, 3]                  only the rows whose next token is due reach the output projection,
-        wanted     [1, 1]                  so many of each piece
+        wanted     [1, 1]                  how many rows of each piece
 
     A row's numbers come from its own token, position and pages, whichever other requests share the step.
     """

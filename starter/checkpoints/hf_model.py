@@ -177,7 +177,7 @@ def _rotary(given: Mapping[str, Any]) -> tuple[object, dict[str, object] | None]
     """theta, and the scaling as a plain document."""
     newer, older = given.get("rope_parameters"), given.get("rope_scaling")
     if newer and older and newer != older:  # transformers 5 drops rope_parameters and the theta in it
-        raise SchemaError("stands beside rope_parameters and says something else; keep one of the two", "/rope_scaling")
+        raise SchemaError("is given beside rope_parameters, and differs from it; keep one of the two", "/rope_scaling")
     key = "rope_scaling" if older or newer is None else "rope_parameters"
     rope = given.get(key) or {}
     if not isinstance(rope, dict):

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=started("python3 -m starter chat"), description=started(__doc__),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", metavar="PATH", help="GGUF file, folder from Hugging Face, or llama2.c model")
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="the system's message, before the conversation")
     add_sampling_options(parser.add_argument_group("answers"))
     add_engine_options(parser)
     parser.set_defaults(fixture=None, prompt=None, chat=["conversation"], n=None, steps="few", manifest_only=False,

@@ -28,7 +28,7 @@ ENGINE_OPTIONS = {  # fields of EngineSettings, and their options
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """The parser of a run; ``description``, the driver's, heads its ``--help``, in the words of whoever is started."""
+    """The parser of a run; ``description``, the driver's, heads its ``--help``, which names the program started."""
     program, file = "driver.py", Path(sys.argv[0])
     if file.stem == "p07" or file.parts[-2:] == ("starter", "__main__.py"):
         program = started("python3 -m starter run")
@@ -69,7 +69,7 @@ def _add_prompt_options(group: argparse._ArgumentGroup) -> None:
 
 def add_sampling_options(group: argparse._ArgumentGroup) -> None:
     """How tokens are chosen, and how many."""
-    group.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate, if so many fit")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to generate")
     group.add_argument("--temperature", type=float, help="0 (the default) is greedy")
     group.add_argument("--top-k", type=int, help="sample among the K likeliest; 0: among all")
     group.add_argument("--top-p", type=float, help="sample among the likeliest that add up to P")

@@ -45,7 +45,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Work(ABC):
-    """Whoever gets one enters ``source`` as a context manager, so that it ends whatever happens."""
+    """Enter its ``source`` as a context manager, so that it ends whatever happens."""
 
     source: Source[Any]
     streams: bool

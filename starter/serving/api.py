@@ -87,7 +87,7 @@ class Api:
     # ----------------------------------------------------------------------------------------- any request
 
     def handle(self, request: HttpRequest) -> Answer | Work:
-        """Answer a request; every refusal is an answer, too. A GET answers HEAD: whoever sends it leaves the body out.
+        """Answer a request; every refusal is an answer, too. A GET answers HEAD; the server then leaves the body out.
         Only a bug raises."""
         allowed = self._cross_origin(request)
         try:

@@ -103,7 +103,7 @@ def _check(options: argparse.Namespace) -> None:
         if not low <= value <= high:
             raise RequestError(f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {value}")
     if options.api_key == "":
-        raise RequestError("--api-key is empty, which would let in nobody; give a key, or leave the option out")
+        raise RequestError("--api-key is empty, with which no client could call; give a key, or leave the option out")
 
 
 def _bound(options: argparse.Namespace, api: Api, limits: Limits, notes: Console) -> Server:

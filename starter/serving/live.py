@@ -1,8 +1,8 @@
 """GET /live: what the engine does, as it does it, for the page at GET /. Server-sent events, each an event of the
 timeline (``timeline.py`` says what they hold), after a first one of the kind "now".
 
-Prompts and texts are left out unless the server logs them, too: whoever may see that the engine is busy need not see
-with what. A viewer that is too slow loses events and is told how many; the engine never waits for one.
+Prompts and texts are left out unless the server logs them, too: a viewer may see that the engine is busy without
+seeing with what. A viewer that is too slow loses events, and hears how many; the engine never waits for one.
 """
 
 from __future__ import annotations

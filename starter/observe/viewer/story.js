@@ -126,7 +126,7 @@ function inOneSentence({parts, ...wait}) {
   return {...wait, reason, place};
 }
 
-// Waits for the same reason that follow each other are told once: a crowd behind a full batch is one sentence.
+// Waits for the same reason that follow each other become one entry: a crowd behind a full batch is one sentence.
 function together(waits) {
   const groups = [], open = new Map(); // by reason: the last group, which later waits may join
   for (const wait of waits) {

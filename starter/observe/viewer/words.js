@@ -92,11 +92,11 @@ const WORDS = {
   },
 };
 
-// What a word means, for whoever meets it here first. Keys are the engine's own words, or those of a legend.
+// What a word means. Keys are the engine's own words, or those of a legend.
 const HINTS = {
   en: {
     fcfs: "First come, first served: requests are admitted in the order in which they arrived.",
-    priority: "Higher priorities go first; whoever waits gains on them.", shortest: "Who has the fewest tokens left goes first; whoever waits gains on them.",
+    priority: "Higher priorities go first; a request that waits gains on them.", shortest: "The request with the fewest tokens left goes first; one that waits gains on it.",
     "prefill-first": "Prompts are computed before anything is decoded: kept as a bad example.",
     continuous: "Continuous batching: requests join and leave the batch in every step.", static: "Static batching: a batch ends as a whole before the next one begins.",
     none: "No batching: one request at a time.", recompute: "A preempted request gives up its pages and computes its tokens again later.",
@@ -105,7 +105,7 @@ const HINTS = {
     waiting: "In the queue: it lacks pages, a place in the batch, or budget.", prefill: "The prompt's tokens are computed, many in a step.",
     decode: "One new token a step.", preempted: "It had to give its pages to a request before it, and waits to go on.", idle: "It runs, but gets no tokens in this step.",
     used: "Slots that hold a key and a value.", written: "Slots that this step fills.", reserved: "Slots that are taken for tokens still to come.",
-    shared: "A page in several block tables at once.", cached: "Nobody's page now, but its content can still be found by a prompt that begins alike.", free: "A page of nobody.",
+    shared: "A page in several block tables at once.", cached: "No request's page now, but its content can still be found by a prompt that begins alike.", free: "A page that holds nothing.",
   },
   zh: {
     fcfs: "先来先服务：请求按到达的顺序获准运行。", priority: "优先级高的先走；等待会缩小差距。", shortest: "剩余词元最少的先走；等待会缩小差距。",
